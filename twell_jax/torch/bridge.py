@@ -75,6 +75,7 @@ def _programs(
     transposed: tuple[bool, ...],
     *tensors: tuple[tuple[int, ...], torch.dtype] | None,
 ) -> Programs:
+    launches.refuse_to_be_captured()  # before JAX may allocate, which would end the graph
     shapes = [a if a is None else jax.ShapeDtypeStruct(a[0], _in_jax(a[1])) for a in tensors]
 
     (*_, last), (*_, w_down) = transposed, shapes

@@ -12,15 +12,15 @@ import torch
 from twell_jax.ffn import explained
 from twell_jax.ffn.dispatch import MANY_TOKENS
 
-# Tokens of a block of 2048 x 5632 from which no sparse pattern of the record
-# torch_block-nvidia-h200-20261129-2 loses, with gradients or without; of other widths as much work.
-# With less, torch's dense block may have ended before the host has started the kernels.
-_TOKENS = 8192
+# Tokens of a block of 2048 x 5632 from which no sparse pattern of the newest record torch_block
+# loses; of other widths as much work. With less, torch's dense block may have ended before the host
+# has started the kernels: JAX starts those that give more than y, which takes it longer.
+_Y_ALONE, _WITH_MORE = 4096, 8192
 _AREA = 2048 * 5632
 
 
 def implementation(
-    device: str, dtype: str, tokens: int, width: int, neurons: int, gated: bool
+    device: str, dtype: str, tokens: int, width: int, neurons: int, gated: bool, y_alone: bool
 ) -> Literal["torch", "mosaic"]:
     """Kernels where they were measured to win, torch anywhere else.
 
@@ -32,8 +32,10 @@ def implementation(
       tokens: their number.
       width, neurons: D and H.
       gated: whether there is a gate.
+      y_alone: whether there will be no backward, and nobody asks for statistics.
     """
-    if device != "cuda" or tokens < MANY_TOKENS or tokens * width * neurons < _TOKENS * _AREA:
+    enough = (_Y_ALONE if y_alone else _WITH_MORE) * _AREA
+    if device != "cuda" or tokens < MANY_TOKENS or tokens * width * neurons < enough:
         return "torch"
     # As text, for torch.compile to take widths as constants even where it was told not to.
     return "mosaic" if _is_for_unions(f"{dtype} {width} {neurons} {gated}") else "torch"
@@ -48,7 +50,7 @@ def _is_for_unions(block: str) -> bool:
 def _algorithm(block: str) -> str:
     """The one that JAX's rules have for many tokens on this machine's device."""
     dtype, width, neurons, gated = block.split()
-    shapes = ((n, int(width)) for n in (_TOKENS, int(neurons)))
+    shapes = ((n, int(width)) for n in (_WITH_MORE, int(neurons)))
     x, w = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
     _, selection = explained.select(x, w if gated == "True" else None, w, w)
     return selection.rule.algorithm

@@ -9,11 +9,13 @@ from __future__ import annotations  # the documentation is built without torch
 import ctypes
 import functools
 import importlib
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -25,62 +27,51 @@ from twell_jax.torch.lowered import Array, Listing
 _ALIGNED = 256  # bytes of which each array in a tensor of several begins at a multiple
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
-type Launch = Callable[[Any, int], None]  # the places of a kernel's arrays, the stream
-
-
-class _Place(NamedTuple):
-    """Where an array lies: in which of a call's tensors, and at which byte of it."""
-
-    tensor: int
-    begin: int
+type Launch = Callable[[int, int], None]  # where the addresses of its arrays are, the stream
 
 
 @dataclass(frozen=True)
 class Program:
     """A program for the operands of some shapes, on one device.
 
-    A call has these tensors: the operands, zeros, the common memory of what only kernels need, and
-    the results. Kernels count their jobs where zeros were, so calls share none.
+    Each call has tensors of its own: zeros, the common memory of what only kernels need, and the
+    results. Kernels count their jobs where zeros were, so calls share none.
 
     Attributes:
+      device: the one of all tensors.
       operands: how many there are.
-      kernels: in their order; what starts each, and its arrays.
-      zeros, common: bytes.
-      results: what the call returns.
+      kernels: in their order; what starts each, and at which byte of `places` its own begin.
+      places: where the arrays of all kernels lie: in which tensor, of the operands and then a
+        call's own, and at which byte of it.
+      tensors: what makes a call's own; all but the first two are its results.
     """
 
+    device: torch.device
     operands: int
-    kernels: tuple[tuple[Launch, tuple[_Place, ...]], ...]
-    zeros: int
-    common: int
-    results: tuple[Array, ...]
+    kernels: tuple[tuple[Launch, int], ...]
+    places: tuple[tuple[int, int], ...]
+    tensors: tuple[Callable[[], torch.Tensor], ...]
 
-    def __call__(self, like: torch.Tensor, operands: Sequence[int]) -> list[torch.Tensor]:
+    def __call__(self, operands: Sequence[int]) -> list[torch.Tensor]:
         """The results, once torch's current stream has come so far.
 
         Args:
-          like: a tensor on the device.
           operands: where contiguous arrays begin, of the shapes that the program is for.
         """
-        with torch.cuda.device(like.device):
-            return self.run(like.device, operands, torch.cuda.current_stream().cuda_stream)
+        with torch.cuda.device(self.device):
+            return self.run(operands, torch.cuda.current_stream().cuda_stream)
 
-    def run(self, device: torch.device, operands: Sequence[int], stream: int) -> list[torch.Tensor]:
+    def run(self, operands: Sequence[int], stream: int) -> list[torch.Tensor]:
         """The results, once a stream of the device has come so far."""
         assert len(operands) == self.operands
         # Torch's own call gives a new thread the device's context, which kernels need.
-        zeros = torch.zeros(self.zeros, dtype=torch.uint8, device=device)
-        common = torch.empty(self.common, dtype=torch.uint8, device=device)
-        results = [
-            (torch.zeros if a.is_zero else torch.empty)(
-                a.shape, dtype=getattr(torch, a.dtype.name), device=device
-            )
-            for a in self.results
-        ]
-        begins = [*operands, *(tensor.data_ptr() for tensor in (zeros, common, *results))]
-        for launch, places in self.kernels:
-            addresses = [begins[tensor] + begin for tensor, begin in places]
-            launch((c_void_p * len(addresses))(*addresses), stream)
+        tensors = [make() for make in self.tensors]
+        begins = [*operands, *(a.data_ptr() for a in tensors)]
+        addresses = array("Q", [begins[tensor] + byte for tensor, byte in self.places])
+        begin, _ = addresses.buffer_info()
+        for launch, byte in self.kernels:
+            launch(begin + byte, stream)
+        _, _, *results = tensors
         return results
 
 
@@ -104,10 +95,18 @@ def of(
     return program(listing, device)
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being made of what the device's current stream gets."""
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+def capturing() -> bool:
+    """Whether a CUDA graph is being made of what torch's current stream gets."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_to_be_captured() -> None:
+    """Raises RuntimeError if a CUDA graph is being made: it cannot hold what prepares a call."""
+    if capturing():
+        raise RuntimeError(
+            "call the block once with these shapes before a CUDA graph captures it: its kernels "
+            "are not compiled yet"
+        )
 
 
 def program(listing: Listing, device: torch.device) -> Program:
@@ -117,29 +116,34 @@ def program(listing: Listing, device: torch.device) -> Program:
       RuntimeError: a CUDA graph is being captured, which cannot hold that; or Mosaic GPU cannot
         compile a kernel.
     """
-    if device.type == "cuda" and capturing(device):
-        raise RuntimeError(
-            "call the block once with these shapes before a CUDA graph captures it: its kernels "
-            "are not compiled yet"
-        )
+    refuse_to_be_captured()
     count, own = listing.operands, {*range(listing.operands), *listing.results}
     zeros = [n for n, a in enumerate(listing.arrays) if a.is_zero and n not in own]
     begins_of_zeros = [0, *accumulate(_bytes(listing.arrays[n]) for n in zeros)]
     begins, common = _packed(listing, {*own, *zeros})
-    places = {n: _Place(n, 0) for n in range(count)}
-    places |= {n: _Place(count, begin) for n, begin in zip(zeros, begins_of_zeros, strict=False)}
-    places |= {n: _Place(count + 1, begin) for n, begin in begins.items()}
-    places |= {n: _Place(at, 0) for at, n in enumerate(listing.results, count + 2)}
+    places = {n: (n, 0) for n in range(count)}
+    places |= {n: (count, begin) for n, begin in zip(zeros, begins_of_zeros, strict=False)}
+    places |= {n: (count + 1, begin) for n, begin in begins.items()}
+    places |= {n: (at, 0) for at, n in enumerate(listing.results, count + 2)}
+    of_kernels = [(*kernel.operands, *kernel.results) for kernel in listing.kernels]
+    first = accumulate((8 * len(arrays) for arrays in of_kernels), initial=0)
+    launches = (_launch(kernel.module, device) for kernel in listing.kernels)
     return Program(
+        device,
         count,
-        tuple(
-            (_launch(module, device), tuple(places[n] for n in (*operands, *results)))
-            for module, operands, results in listing.kernels
+        tuple(zip(launches, first, strict=False)),
+        tuple(places[n] for arrays in of_kernels for n in arrays),
+        (
+            partial(torch.zeros, max(begins_of_zeros[-1], 1), dtype=torch.uint8, device=device),
+            partial(torch.empty, common, dtype=torch.uint8, device=device),
+            *(_makes(listing.arrays[n], device) for n in listing.results),
         ),
-        max(begins_of_zeros[-1], 1),
-        common,
-        tuple(listing.arrays[n] for n in listing.results),
     )
+
+
+def _makes(a: Array, device: torch.device) -> Callable[[], torch.Tensor]:
+    make = torch.zeros if a.is_zero else torch.empty
+    return partial(make, a.shape, dtype=getattr(torch, a.dtype.name), device=device)
 
 
 def _packed(listing: Listing, own: set[int]) -> tuple[dict[int, int], int]:
@@ -180,7 +184,7 @@ def _launch(module: bytes, device: torch.device) -> Launch:
     if not compiled:
         raise RuntimeError("Mosaic GPU could not compile a kernel")
     context = compiled[0]
-    start = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, POINTER(c_void_p))(compiled[1])
+    start = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(compiled[1])
     return lambda addresses, stream: start(context, stream, addresses)
 
 

@@ -60,7 +60,8 @@ def sparse_ffn(
     rows = rows.reshape(-1, x.shape[-1])
     if implementation is None:
         dtype, (tokens, width) = str(rows.dtype).removeprefix("torch."), rows.shape
-        facts = tokens, width, len(w_down), w_gate is not None
+        y_alone = not (return_stats or _is_trained(rows, *weights))
+        facts = tokens, width, len(w_down), w_gate is not None, y_alone
         implementation = choice.implementation(x.device.type, dtype, *facts)
     if implementation == "mosaic":
         named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
@@ -221,7 +222,7 @@ def _compute_infer(activation, gradients, transposed, *operands):
     programs = bridge.programs(activation, gradients, transposed, operands)
     device = operands[0].device
     if device.type == "cuda" and (launched := programs.launched(device)) is not None:
-        return launched(operands[0], _places(operands))
+        return launched(_places(operands))
     return memory.run(programs.infer, [*operands])
 
 
@@ -264,7 +265,7 @@ def _compute_backward(
         if launched is not None:
             begin, others = packed.data_ptr(), (*large, of_y, of_sum)
             parts = [begin + packed.itemsize * place for place, _ in programs.parts]
-            found = launched(x, [*_places(operands), *parts, *_places(others)])
+            found = launched([*_places(operands), *parts, *_places(others)])
             memory.let_jax_wait(x.device)
             return found
     parts = [memory.part(packed, *place) for place in programs.parts]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.peers
 
 BLOCK = {
     "device": "cuda", "dtype": "bfloat16", "tokens": 8192, "width": 2048, "neurons": 5632,
-    "gated": True,
+    "gated": True, "y_alone": False,
 }  # fmt: skip
 
 
@@ -26,6 +26,8 @@ BLOCK = {
         ({"dtype": "float16"}, "mosaic"),
         ({"tokens": 2048, "width": 4096, "neurons": 14336}, "mosaic"),
         ({"tokens": 8191}, "torch"),
+        ({"tokens": 4096, "y_alone": True}, "mosaic"),
+        ({"tokens": 4095, "y_alone": True}, "torch"),
         ({"tokens": 1023, "width": 16384, "neurons": 53248}, "torch"),
         ({"device": "cpu"}, "torch"),
         ({"dtype": "float32"}, "torch"),
