@@ -148,6 +148,12 @@ _MODELS = {
         )
     },
     **{
+        f"torch-graph-{m}": Figure(
+            speedup(TORCH, _in_torch("forward, CUDA graph", m), "kernels, laid out")
+        )
+        for m in (1, 8, 64)
+    },
+    **{
         f"torch-{name}-published-{pattern}": Figure(
             ratio(
                 TORCH,

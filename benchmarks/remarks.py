@@ -3,6 +3,7 @@
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _LATER_H100 = "nvidia-h100-80gb-hbm3-20261127"
 _LARGEST = "One micro-batch a step, the largest that fits by XLA's count, in steps of {} sequences."
+_REBASED = "The record names commit {}, which was moved: {} has what ran."
 _NO_TOKAMAX = "tokamax was not installed."
 
 REMARKS = {
@@ -79,9 +80,8 @@ REMARKS = {
             ("-32", 32, " The run ended before FSDP."),
         )
     },
-    **{
-        f"{name}-nvidia-h200-{date}": "A run of training had the other GPU."
-        for name, date in (("torch_block", "20261129-2"), ("torch_scoring", "20261129"))
-    },
+    "torch_block-nvidia-h200-20261129-3": _REBASED.format("6a794bd", "ec52bcb") + " Training and "
+    "tests ran on the other GPU.",
+    "torch_scoring-nvidia-h200-20261129-2": _REBASED.format("42d2f65", "ae14228"),
     "training-documents-0p5b-nvidia-h200-20261129": "Attention does not reach across documents.",
 }
