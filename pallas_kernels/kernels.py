@@ -19,7 +19,7 @@ from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.stream import MAX_TOKENS as MAX_FEW_TOKENS
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.tile_union import Plan
-from pallas_kernels.quantised import Operand, Quantised, Tokens
+from pallas_kernels.quantised import Cache, Operand, Quantised, Tokens
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
@@ -175,7 +175,7 @@ class DecodeKernels(Protocol):
         size: int,
         gated: bool,
         is_sparse: bool,
-        in_8_bits: tuple[bool, bool, bool],
+        in_8_bits: tuple[bool, bool, bool, bool],
     ) -> bool:
         """Whether a launch that computes all layers for so many sequences has enough memory."""
 
@@ -183,8 +183,8 @@ class DecodeKernels(Protocol):
         self,
         stream: Stream,
         layers: Layers,
-        k_cache: jax.Ref,
-        v_cache: jax.Ref,
+        k_cache: Cache,
+        v_cache: Cache,
         lengths: Array,
         rope: tuple[Array, Array],
         *,

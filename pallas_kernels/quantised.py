@@ -7,6 +7,7 @@ So a matrix is stored as such values and float32 scales (Micikevicius et al., ar
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,14 @@ class Quantised:
 
 
 type Operand = jax.Array | Quantised
+# Stored keys or values, `[L, B, S, kv_heads, head_dim]`; if they are quantised, `Quantised` holds
+# references, and scales `[L, B, kv_heads, S]`.
+type Cache = jax.Ref | Quantised
+
+
+def values_of(operand: Any) -> Any:
+    """The values of what is quantised, or what is not."""
+    return operand.values if isinstance(operand, Quantised) else operand
 
 
 @jax.tree_util.register_dataclass

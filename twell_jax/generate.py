@@ -77,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=get_args(Implementation),
         help="of the FFN (default: the faster one)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=["float8"],
+        help="of the keys and values that are stored (default: that of the model)",
+    )
     args = parser.parse_args(argv)
     gc.freeze()  # collections then need not look at all that is imported
     try:
@@ -107,7 +112,10 @@ def _print_continuations(args: argparse.Namespace) -> None:
         return [lm.encode(prompt, special_tokens=args.special_tokens) for prompt in args.prompt]
 
     lm = language_model.load(
-        args.directory, args.implementation, lambda lm: prepare(lm.model, encoded(lm), **how)
+        args.directory,
+        args.implementation,
+        lambda lm: prepare(lm.model, encoded(lm), **how),
+        args.kv_cache_dtype,
     )
     prompts = encoded(lm)
     _check_length(lm.model, max(map(len, prompts)), args.max_tokens, len(prompts))

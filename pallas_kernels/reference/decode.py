@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.quantised import Operand, Quantised, for_product, rounded, times, tokens
+from pallas_kernels.quantised import (
+    Cache,
+    Operand,
+    Quantised,
+    for_product,
+    rounded,
+    times,
+    tokens,
+    values_of,
+)
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights, only_live
 
@@ -109,8 +118,8 @@ def product(x: jax.Array, w: Operand, layer: jax.Array, k_axis: int) -> jax.Arra
 def decode_attention(
     qkv: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    k_cache: jax.Ref,
-    v_cache: jax.Ref,
+    k_cache: Cache,
+    v_cache: Cache,
     layer: jax.Array,
     lengths: jax.Array,
     *,
@@ -123,21 +132,41 @@ def decode_attention(
     dtype = qkv.dtype
     vectors = qkv[:batch].reshape(batch, heads + 2 * kv_heads, size)
     q, k, v = jnp.split(vectors, [heads, heads + kv_heads], axis=1)
-    k_cache[layer[0], jnp.arange(batch), lengths] = _rotate(k, rope)
-    v_cache[layer[0], jnp.arange(batch), lengths] = v
+    _keep(k_cache, layer[0], lengths, _rotate(k, rope))
+    _keep(v_cache, layer[0], lengths, v)
 
     slots = jnp.arange(capacity)
     attends = slots <= lengths[:, None]
     if window is not None:
         attends &= slots > lengths[:, None] - window
-    keys = jnp.where(attends[:, :, None, None], k_cache[layer[0]], 0).astype(jnp.float32)
-    values = jnp.where(attends[:, :, None, None], v_cache[layer[0]], 0).astype(jnp.float32)
+    keys, values = (
+        jnp.where(attends[:, :, None, None], _kept(cache, layer[0]), 0)
+        for cache in (k_cache, v_cache)
+    )
     q = _rotate(q, rope).reshape(batch, kv_heads, heads // kv_heads, size).astype(jnp.float32)
     scores = jnp.einsum("bhgd,bshd->bhgs", q, keys, precision="highest") / size**0.5
     p = jax.nn.softmax(jnp.where(attends[:, None, None], scores, -jnp.inf)).astype(dtype)
     attended = jnp.einsum("bhgs,bshd->bhgd", p.astype(jnp.float32), values, precision="highest")
     attended = attended.reshape(batch, heads * size).astype(dtype)
     return jnp.pad(attended, ((0, qkv.shape[0] - batch), (0, 0)))
+
+
+def _keep(cache: Cache, layer: jax.Array, lengths: jax.Array, new: jax.Array) -> None:
+    """Stores keys or values `[B, kv_heads, head_dim]`, rounded if the cache is `Quantised`."""
+    sequence = jnp.arange(len(new))
+    if isinstance(cache, Quantised):
+        of, head = rounded(new), jnp.arange(new.shape[1])
+        cache.scale[layer, sequence[:, None], head, lengths[:, None]] = of.scale[..., 0]
+        new = of.values
+    values_of(cache)[layer, sequence, lengths] = new
+
+
+def _kept(cache: Cache, layer: jax.Array) -> jax.Array:
+    """Those of a layer, float32 `[B, S, kv_heads, head_dim]`."""
+    found = values_of(cache)[layer].astype(jnp.float32)
+    if isinstance(cache, Quantised):
+        found *= jnp.swapaxes(cache.scale[layer], 1, 2)[..., None]
+    return found
 
 
 def _norm_heads(qkv, scales, heads, kv_heads, eps):

@@ -147,6 +147,11 @@ class ModelConfig(Section):
     decode_implementation: Implementation | None = Field(
         None, description="back end of generation, token by token; null: kernels where they serve"
     )
+    kv_cache_dtype: Literal["float8"] | None = Field(
+        None,
+        description="dtype of keys and values that generation stores, with a scale for each token "
+        "and head; null: dtype",
+    )
     ffn_gradients: Gradients | None = Field(
         None, description="whether their gradients are computed on the sparse pattern; null: dense"
     )

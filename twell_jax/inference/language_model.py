@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -67,6 +68,7 @@ def load(
     name: str,
     ffn_implementation: Implementation | None = None,
     meanwhile: Callable[[LanguageModel], None] | None = None,
+    kv_cache_dtype: Literal["float8"] | None = None,
 ) -> LanguageModel:
     """The model of a run's last checkpoint or in Hugging Face's format, on the first device.
 
@@ -75,6 +77,8 @@ def load(
         directory, a name on the Hugging Face hub, "org/name" or "org/name@revision".
       ffn_implementation: see `sparse_ffn`; the run's own setting is ignored.
       meanwhile: is called before parameters are read, with `jax.ShapeDtypeStruct`s in their place.
+      kv_cache_dtype: "float8" stores keys and values in 8 bits when generating; None: in that of
+        the compute. The run's own setting is ignored.
 
     Raises:
       ConfigError: the directory holds neither, the run has no checkpoint, or the tokenizer has ids
@@ -100,6 +104,7 @@ def load(
             from_pretrained(
                 source,
                 ffn_implementation=ffn_implementation,
+                kv_cache_dtype=kv_cache_dtype,
                 meanwhile=meanwhile and (lambda model: meanwhile(with_model(model))),
             )
         )
@@ -107,7 +112,8 @@ def load(
         raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")
 
     def of_run(tokenizer: Tokenizer, model: Transformer) -> LanguageModel:
-        settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
+        chosen = {"ffn_implementation": ffn_implementation, "kv_cache_dtype": kv_cache_dtype}
+        settings = model.config.model_copy(update=chosen)
         model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
         kept = RunPaths(directory).source  # of the model that it began with, as its export has it
         ends = pretrained_config.ends(kept)[1] if pretrained_tokenizer.is_in(kept) else ()

@@ -109,7 +109,7 @@ class Attention(nnx.Module):
             assert layer is not None
             if mask is not None and mask.shape[3] > x.shape[1]:
                 cache = cache.write(layer, k, v)
-                k, v = cache.read(layer, x.shape[1])
+                k, v = cache.read(layer, x.shape[1], k.dtype)
             else:
                 cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantised import E4M3, Operand, Quantised, rounded, values_of
 from twell_jax.config import ModelConfig
 
 
@@ -16,19 +17,28 @@ class KVCache:
     Attributes:
       k, v: `[layers, B, S, kv_heads, head_dim]` in the compute dtype; S is the capacity. Slots that
         hold no token yet may hold anything, NaN too: to fill them takes 3 % of reading a prompt.
+        With `kv_cache_dtype="float8"` they are `Quantised`, with a scale for each token and head,
+        float32 `[layers, B, kv_heads, S]`.
       lengths: int32 [B], number of tokens stored of each sequence, in its first slots.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Operand
+    v: Operand
     lengths: jax.Array
 
     @classmethod
     def empty(cls, config: ModelConfig, batch: int, capacity: int) -> "KVCache":
         """A cache with room for `capacity` tokens of each of `batch` sequences."""
         shape = (config.layers, batch, capacity, config.num_kv_heads, config.head_dim)
-        k, v = jax.lax.empty(shape, config.dtype), jax.lax.empty(shape, config.dtype)
-        return cls(k, v, jnp.zeros(batch, jnp.int32))
+
+        def empty() -> Operand:
+            if config.kv_cache_dtype is None:
+                return jax.lax.empty(shape, config.dtype)
+            layers, _, _, kv_heads, _ = shape
+            scale = jax.lax.empty((layers, batch, kv_heads, capacity), jnp.float32)
+            return Quantised(jax.lax.empty(shape, E4M3), scale)
+
+        return cls(empty(), empty(), jnp.zeros(batch, jnp.int32))
 
     def place(self, count: int) -> tuple[jax.Array, jax.Array]:
         """Where the next `count` tokens go.
@@ -48,27 +58,55 @@ class KVCache:
         """
         (batch, count), (positions, _) = k.shape[:2], self.place(k.shape[1])
         sequence = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, count))
-        keys, values = (
-            stored.at[layer, sequence, positions].set(new, unique_indices=True)
-            for stored, new in ((self.k, k), (self.v, v))
-        )
-        return replace(self, k=keys, v=values)
+
+        def stored(into: Operand, new: jax.Array) -> Operand:
+            if not isinstance(into, Quantised):
+                return into.at[layer, sequence, positions].set(new, unique_indices=True)
+            of, head = rounded(new), jnp.arange(new.shape[2])
+            where = layer, sequence[:, :, None], head, positions[:, :, None]
+            return Quantised(
+                into.values.at[layer, sequence, positions].set(of.values, unique_indices=True),
+                into.scale.at[where].set(of.scale[..., 0], unique_indices=True),
+            )
+
+        return replace(self, k=stored(self.k, k), v=stored(self.v, v))
 
     def fill(self, layer: jax.Array, k: jax.Array, v: jax.Array) -> "KVCache":
         """Stores those of the first tokens, as `write` does; all sequences are empty."""
-        keys, values = (
-            jax.lax.dynamic_update_slice(stored, new[None], (layer, 0, 0, 0, 0))
-            for stored, new in ((self.k, k), (self.v, v))
-        )
-        return replace(self, k=keys, v=values)
 
-    def read(self, layer: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        """The keys and values of one layer, `[B, S, kv_heads, head_dim]`.
+        def put(into: jax.Array, new: jax.Array) -> jax.Array:
+            start = layer, *(jnp.zeros_like(layer) for _ in new.shape)
+            return jax.lax.dynamic_update_slice(into, new[None], start)
+
+        def stored(into: Operand, new: jax.Array) -> Operand:
+            if not isinstance(into, Quantised):
+                return put(into, new)
+            of = rounded(new)
+            scale = jnp.swapaxes(of.scale[..., 0], 1, 2)
+            return Quantised(put(into.values, of.values), put(into.scale, scale))
+
+        return replace(self, k=stored(self.k, k), v=stored(self.v, v))
+
+    def read(
+        self, layer: jax.Array, count: int, dtype: jax.typing.DTypeLike
+    ) -> tuple[jax.Array, jax.Array]:
+        """The keys and values of one layer, `[B, S, kv_heads, head_dim]`, in this dtype.
 
         The layer has written `count` more tokens than `lengths`. Values of further slots are 0, so
         that a probability of 0 times such a value is 0; keys are whatever is there.
         """
-        k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (self.k, self.v))
+
+        def whole(stored: Operand) -> jax.Array:
+            found = jax.tree.map(
+                lambda a: jax.lax.dynamic_index_in_dim(a, layer, keepdims=False), stored
+            )
+            values = values_of(found)
+            if isinstance(found, Quantised):
+                by = jnp.swapaxes(found.scale, 1, 2)[..., None]
+                values = values.astype(jnp.float32) * by
+            return values.astype(dtype)
+
+        k, v = whole(self.k), whole(self.v)
         is_token = jnp.arange(self.k.shape[2]) < self.lengths[:, None] + count
         return k, jnp.where(is_token[:, :, None, None], v, 0)
 
@@ -83,8 +121,9 @@ class KVCache:
           sequence: which one is replaced, an index below B.
           prompt: a cache of one sequence and at most this capacity, as `Transformer.prefill` makes.
         """
-        k, v = (
-            jax.lax.dynamic_update_slice_in_dim(into, new, sequence, axis=1)
-            for into, new in ((self.k, prompt.k), (self.v, prompt.v))
+        k, v = jax.tree.map(
+            lambda into, new: jax.lax.dynamic_update_slice_in_dim(into, new, sequence, axis=1),
+            (self.k, self.v),
+            (prompt.k, prompt.v),
         )
         return KVCache(k, v, self.lengths.at[sequence].set(prompt.lengths[0]))

@@ -58,7 +58,7 @@ def step(
     # The first layer reads the cache at once. A cache that is not donated has been copied by then:
     # XLA copies it first, and the kernels that make the stream wait for what comes before them.
     stream = Stream.of(x, *first_norm, eps=config.norm_eps)
-    k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
+    k, v = (jax.tree.map(in_place.mutable, stored) for stored in (cache.k, cache.v))
     stream = kernels.decode_layers(
         stream,
         layers,
@@ -76,8 +76,8 @@ def step(
         residual_scale=config.residual_scale,
     )
     logits = _logits(kernels, model, stream)[:batch]
-    extended = KVCache(in_place.contents(k), in_place.contents(v), cache.lengths)
-    return logits, extended.advance(1)
+    k, v = (jax.tree.map(in_place.contents, ref) for ref in (k, v))
+    return logits, KVCache(k, v, cache.lengths).advance(1)
 
 
 def _layers(model: Transformer) -> tuple[Layers, list[jax.Array]]:

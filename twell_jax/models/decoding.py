@@ -163,6 +163,8 @@ def _unsupported(
         )
     if size % 16 or size > 256:
         return f"the features of a head must be a multiple of 16, up to 256, got {size}"
+    if config.kv_cache_dtype is not None and size % 32:
+        return f"in 8 bits it stores heads of a multiple of 32 features, got {size}"
     if "down" in quantised:
         return "it has no kernels for a w_down of 8-bit weights"
     if mixed:
@@ -187,6 +189,7 @@ def _unsupported_by_chain(
             "a rotation of some features of a head alone": config.rotary_size != config.head_dim,
             "a scale of the residual stream": config.residual_scale != 1,
             "8-bit weights without a gate": "up" in quantised and not config.gated,
+            "a cache of 8-bit floats": config.kv_cache_dtype is not None,
             "biases of the feed-forward blocks": config.mlp_bias,
             "heads of other than 64 or 128 features": config.head_dim not in (64, 128),
             "more than 8 heads with the same key/value head": config.heads
@@ -248,7 +251,12 @@ def _launches(
             size=config.head_dim,
             gated=config.gated,
             is_sparse=_is_sparse(kernels, config, batch),
-            in_8_bits=("query" in quantised, "out" in quantised, "up" in quantised),
+            in_8_bits=(
+                "query" in quantised,
+                "out" in quantised,
+                "up" in quantised,
+                config.kv_cache_dtype is not None,
+            ),
         ):
             break
     else:

@@ -35,7 +35,8 @@ _MAY_DIFFER = {
 
 # Keys of `model` that say how a run computes; its source does not decide them.
 _NOT_TAKEN = {
-    "remat", "matmul_dtype", "ffn_implementation", "decode_implementation", "ffn_gradients",
+    "remat", "matmul_dtype", "ffn_implementation", "decode_implementation", "kv_cache_dtype",
+    "ffn_gradients",
 }  # fmt: skip
 _DTYPES = {"dtype", "param_dtype"}  # nor do a model's files decide these
 

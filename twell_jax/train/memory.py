@@ -66,7 +66,8 @@ def require_for_generation(
       ConfigError: it does not fit.
     """
     width = model.num_kv_heads * model.head_dim
-    cache = 2 * _BYTES[model.dtype] * model.layers * sequences * tokens * width
+    number = 1 + 4 / model.head_dim if model.kv_cache_dtype else _BYTES[model.dtype]
+    cache = int(2 * number * model.layers * sequences * tokens * width)
     _require({f"--max-tokens: the cache of {sequences} x {tokens} tokens": cache}, available)
 
 

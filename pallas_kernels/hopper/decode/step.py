@@ -18,15 +18,15 @@ from pallas_kernels.hopper.decode import active_counts, token_ffn, token_pairs, 
 from pallas_kernels.hopper.decode.one_launch import call
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised import Cache, Quantised
 from pallas_kernels.rectifiers import Rectifier
 
 
 def decode_layers(
     stream: Stream,
     layers: Layers,
-    k_cache: jax.Ref,
-    v_cache: jax.Ref,
+    k_cache: Cache,
+    v_cache: Cache,
     lengths: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     *,
@@ -66,6 +66,7 @@ def decode_layers(
             residual_scale=residual_scale, **options,
         )  # fmt: skip
     assert residual_scale == 1 and (window or k_cache.shape[2]) >= k_cache.shape[2]
+    assert not isinstance(k_cache, Quantised) and not isinstance(v_cache, Quantised)
     assert layers.head_scales is layers.norm_biases is layers.inner_biases is layers.down_bias
     number_of_layers, h, _ = layers.mlp.down.shape
     counts = in_place.mutable(active_counts.zeros(number_of_layers, len(stream.x), h))

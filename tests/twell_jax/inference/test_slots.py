@@ -22,9 +22,13 @@ def alone(model, prompt, count, sampling, seed):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=20)])
-def test_a_sequence_is_as_if_alone_whenever_it_comes(model, sampling):
+@pytest.mark.parametrize(
+    ("sampling", "kv_cache_dtype"),
+    [(GREEDY, None), (Sampling(temperature=0.8, top_k=20), None), (GREEDY, "float8")],
+)
+def test_a_sequence_is_as_if_alone_whenever_it_comes(sampling, kv_cache_dtype):
     """Two slots, five prompts: a free slot takes the next one while the other goes on."""
+    model = drawn.small(vocab_size=257, context=32, kv_cache_dtype=kv_cache_dtype)
     rng = seeds.rng()
     wanted = [3, 9, 1, 6, 4]
     prompts = [rng.integers(0, 257, length).tolist() for length in (5, 63, 64, 1, 70)]

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -35,6 +35,7 @@ def from_pretrained(
     dtype: str | None = None,
     param_dtype: str | None = None,
     ffn_implementation: Implementation | None = None,
+    kv_cache_dtype: Literal["float8"] | None = None,
     quantise: Quantise | None = None,
     mesh: jax.sharding.Mesh | None = None,
     meanwhile: Callable[[Transformer], None] | None = None,
@@ -51,6 +52,7 @@ def from_pretrained(
       param_dtype: dtype of the parameters, likewise; None takes `dtype`. Those in the files are
         rounded to it; float32 holds float16 and bfloat16 exactly.
       ffn_implementation: see `sparse_ffn`.
+      kv_cache_dtype: "float8" stores keys and values in 8 bits when generating; None: in `dtype`.
       quantise: what becomes 8-bit floats once it is loaded (`Transformer.quantise`): by "fp8" gates
         and up projections, by "fp8-all-but-down" also the projections of attention and the head.
         What the files hold in 8 bits is so in any case.
@@ -67,7 +69,8 @@ def from_pretrained(
     parts = covered(quantise)
     source = name if isinstance(name, hub.Source) else hub.find(name, revision)
     settings, stored = config.read(source.directory, dtype, param_dtype)
-    settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
+    chosen = {"ffn_implementation": ffn_implementation, "kv_cache_dtype": kv_cache_dtype}
+    settings = settings.model_copy(update=chosen)
     if meanwhile is not None:
         meanwhile(of_shapes(settings, [*stored.quantised, *parts]))
     hub.fetch_weights(source)

@@ -74,7 +74,8 @@ class Operands(NamedTuple):
       live: int32 `[L]`, neurons of a layer from this number on are never active; or None.
       scales: `[L, D]` each, of the norm in front of the block and of the one behind it.
       norm_biases: likewise, of layer norms; or None.
-      k, v: the cache, `[L, B, capacity, kv_heads, size]`.
+      k, v: the cache, `[L, B, capacity, kv_heads, size]`, or `Quantised` with scales
+        `[L, B, kv_heads, capacity]`.
       lengths: int32 `[B]`.
       rope: cosine and sine, float32 `[B, rotated / 2]` each.
     """

@@ -10,10 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import TILED, tiled
-from pallas_kernels.hopper.decode.one_launch.attention import room_of, transforms
+from pallas_kernels.hopper.decode.one_launch.attention import transforms
 from pallas_kernels.hopper.decode.one_launch.block import OfRows, Operands
 from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS, as_placed
 from pallas_kernels.hopper.decode.one_launch.kernel import kernel
+from pallas_kernels.hopper.decode.one_launch.key_products import room_of
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
 from pallas_kernels.hopper.decode.one_launch.shape import (
@@ -25,7 +26,7 @@ from pallas_kernels.hopper.decode.one_launch.shape import (
 )
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.quantised import E4M3, Operand, Quantised
+from pallas_kernels.quantised import E4M3, Cache, Operand, Quantised, values_of
 
 
 def has_room(
@@ -39,7 +40,7 @@ def has_room(
     size: int,
     gated: bool,
     is_sparse: bool,
-    in_8_bits: tuple[bool, bool, bool],
+    in_8_bits: tuple[bool, bool, bool, bool],
 ) -> bool:
     """Whether a launch has room: registers for the tokens, shared memory for a ring.
 
@@ -49,12 +50,13 @@ def has_room(
       width, neurons: D and H.
       heads, kv_heads, size: of attention.
       gated, is_sparse: of the feed-forward blocks.
-      in_8_bits: whether query, key and value are 8-bit floats, and `out`, and gate and up.
+      in_8_bits: whether matrices of query, key and value are 8-bit floats, and `out`, and gate and
+        up, and the cache.
     """
-    qkv, out, inner = (1 if is_8_bit else 2 for is_8_bit in in_8_bits)
+    qkv, out, inner, stored = (1 if is_8_bit else 2 for is_8_bit in in_8_bits)
     shape = Shape(
         min(sm_count(), neurons // ROWS), 1, batch, capacity, width, neurons, heads, kv_heads, size,
-        gated, is_sparse, None, (qkv, out, inner), size, None, 1.0,
+        gated, is_sparse, None, (qkv, out, inner), size, None, 1.0, stored,
     )  # fmt: skip
     return _has_room(shape)
 
@@ -67,8 +69,8 @@ def _has_room(shape: Shape) -> bool:
 def decode_layers(
     stream: Stream,
     layers: Layers,
-    k_cache: jax.Ref,
-    v_cache: jax.Ref,
+    k_cache: Cache,
+    v_cache: Cache,
     lengths: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     *,
@@ -85,8 +87,9 @@ def decode_layers(
         they give, so those in bfloat16 are transposed first. That copies nothing if they lie so in
         memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them. `heads * size` is at least
         what D is, H a multiple of 64 and at least 16 times the number of SMs.
-      k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values. The size is a
-        multiple of 16, up to 256.
+      k_cache, v_cache: `jax.Ref`s, bfloat16 `[L, B, capacity, kv_heads, size]`, which get keys and
+        values; or `Quantised` ones, with scales `[L, B, kv_heads, capacity]`. The size is a
+        multiple of 16, up to 256, and of 32 in 8 bits.
       lengths: int32 `[B]`, of the sequences before.
       rope: cosine and sine, float32 `[B, n]` each, n a multiple of 2 and at most size / 2: features
         i and i + n of a head are rotated.
@@ -122,7 +125,7 @@ def _launch(
         min(sm_count(), neurons // ROWS), number, len(lengths), capacity, width, neurons, heads,
         kv_heads, size, mlp.gate is not None, is_sparse, rectifier,
         (_itemsize(layers.qkv[0]), _itemsize(layers.out), _itemsize(mlp.up)),
-        2 * rope[0].shape[1], window, residual_scale,
+        2 * rope[0].shape[1], window, residual_scale, _itemsize(k_cache),
     )  # fmt: skip
     operands = _operands(shape, stream, layers, k_cache, v_cache, lengths, rope, first)
     flat, structure = jax.tree.flatten(operands)
@@ -179,7 +182,7 @@ def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, fir
     return Operands(
         words, jnp.asarray(shape.table).at[:, -1].set(first), stream.scaled[:batch], squares,
         tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out), layers.head_scales,
-        tuple(map(_values, activated)), _values(up), row_scales, biases,
+        tuple(map(values_of, activated)), None if up is None else values_of(up), row_scales, biases,
         mlp.down, mlp.live, layers.scales, layers.norm_biases, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
 
@@ -190,10 +193,6 @@ def _by_rows(matrix: Operand) -> jax.Array:
 
 def _itemsize(matrix: Operand) -> int:
     return 1 if isinstance(matrix, Quantised) else 2
-
-
-def _values(matrix: Operand | None) -> jax.Array | None:
-    return matrix.values if isinstance(matrix, Quantised) else matrix
 
 
 def _scales(matrix: Operand | None) -> jax.Array | None:
@@ -208,15 +207,15 @@ def _grid(blocks: int) -> dict:
 
 
 def _scratch(shape: Shape) -> dict:
-    smem = plgpu.SMEM
+    smem, stored = plgpu.SMEM, jnp.bfloat16 if shape.stored_bytes == 2 else E4M3
     stages = {
         "ring": plgpu.RefUnion(
             smem((shape.slots, ROWS, 2 * STAGE_WORDS), jnp.bfloat16, transforms=TILED),
             smem((shape.slots, ROWS, 4 * STAGE_WORDS), E4M3, transforms=tiled(E4M3)),
             smem(
                 (shape.slots, shape.keys, room_of(shape.size)),
-                jnp.bfloat16,
-                transforms=transforms(shape.size),
+                stored,
+                transforms=transforms(shape.size, stored),
             ),
             smem((shape.slots, DOWN_ROWS, DOWN_COLUMNS), jnp.bfloat16, transforms=TILED),
         ),

@@ -5,8 +5,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decode.one_launch.attention import room_of
 from pallas_kernels.hopper.decode.one_launch.block import Block
+from pallas_kernels.hopper.decode.one_launch.key_products import room_of
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import STAGE_WORDS
 from pallas_kernels.hopper.decode.one_launch.shape import (
@@ -18,6 +18,7 @@ from pallas_kernels.hopper.decode.one_launch.shape import (
     QKV,
     UNITS,
 )
+from pallas_kernels.quantised import values_of
 
 FLIGHT = 2  # stages that are on their way; more would keep what blocks exchange waiting
 
@@ -99,7 +100,7 @@ def _keys_and_values(block: Block, layer, number):
         of = block.unit(i)
 
         def pair(j, number):
-            for cache in (refs.k, refs.v):
+            for cache in map(values_of, (refs.k, refs.v)):
                 slot = _room(block, number)
                 # Past the last feature a copy fills in zeros. Pallas lets it, as it does not know
                 # where these begin.

@@ -13,10 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.decode.one_launch import attention, exchange, lane, memory
 from pallas_kernels.hopper.decode.one_launch.block import Block, Unit
+from pallas_kernels.hopper.decode.one_launch.keeping import Vector, keep
+from pallas_kernels.hopper.decode.one_launch.key_products import room_of
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
 from pallas_kernels.hopper.decode.one_launch.norms import sum_of_squares
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 from pallas_kernels.hopper.decode.one_launch.shape import UNITS, Shape
+from pallas_kernels.quantised import Quantised
 
 
 def attend(block: Block, layer, exchange_number, number, eps: float):
@@ -27,24 +30,26 @@ def attend(block: Block, layer, exchange_number, number, eps: float):
         of = block.unit(i)
         place_new(block, layer, exchange_number, of, eps)
         block.meet()
-        q = attention.queries(smem["q"], shape.size)
+        q = attention.queries(smem["q"], shape.size, shape.stored_bytes)
 
         def stage(j, carry):
-            number, state = carry
+            number, state, scales = carry
             slots = [lax.rem(number + k, shape.slots) for k in (0, 1)]
             for slot in slots:
                 plgpu.barrier_wait(block.full.at[slot])
+            later = _scales_of_stage(block, layer, of, j + 1)
             state = attention.attend(
                 *(block.kv_ring.at[slot] for slot in slots),
                 q, attention.State(*state), of.start - j * shape.keys, of.length - j * shape.keys,
-                block.wg, size=shape.size,
+                block.wg, scales, size=shape.size,
             )  # fmt: skip
             for slot in slots:
                 plgpu.barrier_arrive(block.empty.at[slot])
-            return number + 2, tuple(state)
+            return number + 2, tuple(state), later
 
-        start = number, tuple(attention.State.empty())
-        number, state = lax.fori_loop(of.first, of.end, stage, start)
+        first_scales = _scales_of_stage(block, layer, of, of.first)
+        start = number, tuple(attention.State.empty()), first_scales
+        number, state, _ = lax.fori_loop(of.first, of.end, stage, start)
         put_state(block, attention.State(*state))
         is_first = of.split == 0
         if shape.key_splits > 1:
@@ -59,6 +64,20 @@ def attend(block: Block, layer, exchange_number, number, eps: float):
     return lax.fori_loop(0, block.many[UNITS], unit, number)
 
 
+def _scales_of_stage(block: Block, layer, of: Unit, j) -> list[jax.Array]:
+    """Of a stage of keys and values in 8 bits; they are asked for a stage ahead."""
+    caches, shape = (block.refs.k, block.refs.v), block.shape
+    start = jnp.minimum(j, shape.capacity // shape.keys - 1) * shape.keys
+    return [
+        scale
+        for cache in caches
+        if isinstance(cache, Quantised)
+        for scale in attention.scales_of(
+            cache.scale.at[layer, of.stored, of.head], start, shape.size, block.wg
+        )
+    ]
+
+
 def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> None:
     """Rotates query and key of the new token; `q` gets them and the value, the cache the latter.
 
@@ -67,7 +86,7 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
     their partners, or four that are not rotated; in a vector of 256, twice as many.
     """
     shape = block.shape
-    lanes = min(attention.room_of(shape.size) // 4, WARP)  # of a vector
+    lanes = min(room_of(shape.size) // 4, WARP)  # of a vector
     vectors = jnp.where(of.split == 0, shape.group + 2, shape.group)
     for start in range(0, (shape.group + 2) * lanes, 2 * LANES):
         index = block.thread() + start
@@ -91,8 +110,8 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
             for i, (pair, turn) in enumerate(zip(pairs, turns, strict=True))
             for word in _rotated(pair, turn, *normed[2 * i : 2 * i + 2])
         ]
-        for at, a, word in zip(words, given, rotated, strict=True):
-            _keep(block, layer, of, (vector, is_key, is_value), at, jnp.where(is_value, a, word))
+        kept = [jnp.where(is_value, a, word) for a, word in zip(given, rotated, strict=True)]
+        keep(block, layer, of, Vector(vector, is_key, is_value, lanes), words, kept)
 
 
 class _Pair(NamedTuple):
@@ -135,16 +154,6 @@ def _rotated(pair: _Pair, turn, x, y):
     return jnp.where(pair.is_turned, low, x), jnp.where(pair.is_turned, high, y)
 
 
-def _keep(block: Block, layer, of: Unit, which, at, word) -> None:
-    """Stores a word of a vector to `q`, and of a key or value also to the cache."""
-    vector, *are = which
-    row = vector * (block.shape.size // 2 + 4)
-    memory.scatter(block.smem["q"], jnp.where(at < 0, -1, row + at), word)
-    for cache, is_its in zip((block.refs.k, block.refs.v), are, strict=True):
-        slot = cache.at[layer, of.stored, of.length, of.head]
-        memory.store(slot, jnp.where(is_its, at, -1), word)
-
-
 def _scales_of_heads(block: Block, layer, is_key, places):
     """The scales of the norm of a lane's features, or None if there is no such norm."""
     if block.refs.head_scales is None:
@@ -173,7 +182,7 @@ def put_state(block: Block, state: attention.State) -> None:
     is_there = head < shape.group
     row = tile * shape.group + head
     for i, value in enumerate(state.values):
-        feature = features + 8 * (i // 2) + 2 * quad + i % 2
+        feature = features + attention.feature_of(i, quad, shape.stored_bytes)
         has = is_there & (feature < shape.size)
         memory.scatter(smem["values"], jnp.where(has, row * shape.size + feature, -1), value)
     total = lane.sum_of(state.total, 4)
@@ -189,7 +198,7 @@ def post_split(block: Block, exchange_number, of: Unit) -> None:
     `[splits - 1, group, size]`, and then their tops and totals, `[splits - 1, group, 2]`.
     """
     shape = block.shape
-    size, room = shape.size, attention.room_of(shape.size)
+    size, room = shape.size, room_of(shape.size)
     before, states = (of.split - 1) * shape.group, attention.key_tiles(size)
     values = _first_word(block, of)
     tops = values + (shape.key_splits - 1) * shape.group * size

@@ -133,8 +133,8 @@ def _sums_of(values, lanes=WARP):
 
 
 @primitive
-def largest_of(tokens: list[list[jax.Array]]) -> list[jax.Array]:
-    """Of each token the bits of the largest magnitude, float32, that four neighbours have.
+def largest_of(tokens: list[list[jax.Array]], lanes: int = 4) -> list[jax.Array]:
+    """Of each token the bits of the largest magnitude, float32, that so many neighbours have.
 
     The words hold two bfloat16 each. NaN is larger than all other magnitudes.
     """
@@ -143,9 +143,11 @@ def largest_of(tokens: list[list[jax.Array]]) -> list[jax.Array]:
     @plgpu.inline_mgpu(arg_types=(types,), return_type=len(tokens) * [struct()])
     def step(_, tokens):
         tops = [eight_bits.larger([word(one) for one in words]) for words in tokens]
-        for distance in (2, 1):
+        distance = lanes // 2
+        while distance:
             others = [mgpu.utils.shfl_bfly(top, distance) for top in tops]
             tops = [eight_bits.larger(list(pair)) for pair in zip(tops, others, strict=True)]
+            distance //= 2
         halves = [(arith.andi(top, const(0xFFFF)), arith.shrui(top, const(16))) for top in tops]
         return [array(arith.shli(arith.maxui(*pair), const(16))) for pair in halves]
 
@@ -153,12 +155,12 @@ def largest_of(tokens: list[list[jax.Array]]) -> list[jax.Array]:
 
 
 @largest_of.in_jax
-def _largest_of(tokens):
+def _largest_of(tokens, lanes=4):
     found = []
     for words in tokens:
         halves = [h for one in words for h in (one & 0x7FFF, (one >> 16) & 0x7FFF)]
-        top = jnp.max(jnp.stack(halves).reshape(len(halves), -1, 4), axis=(0, 2))
-        found.append(jnp.repeat(top, 4) << 16)
+        top = jnp.max(jnp.stack(halves).reshape(len(halves), -1, lanes), axis=(0, 2))
+        found.append(jnp.repeat(top, lanes) << 16)
     return found
 
 
@@ -176,6 +178,23 @@ def pack_four(values: list[jax.Array]) -> jax.Array:
 @pack_four.in_jax
 def _pack_four(values):
     return lax.bitcast_convert_type(jnp.stack(values, -1).astype(E4M3), jnp.int32)
+
+
+@primitive
+def unpack_four(words: jax.Array) -> list[jax.Array]:
+    """The four float8_e4m3fn of a word, as float32."""
+
+    @plgpu.inline_mgpu(arg_types=(WORD,), return_type=4 * [struct(jnp.float32)])
+    def step(_, words):
+        return [array(one) for one in eight_bits.from_e4m3(word(words))]
+
+    return step(words)
+
+
+@unpack_four.in_jax
+def _unpack_four(words):
+    found = lax.bitcast_convert_type(words, E4M3).astype(jnp.float32)
+    return [found[:, i] for i in range(4)]
 
 
 @primitive

@@ -268,22 +268,33 @@ def _as_words(values: jax.Array) -> jax.Array:
 
 
 @primitive
-def store(ref, places: jax.Array, values: jax.Array) -> None:
-    """Stores words to GMEM `ref`."""
+def store(ref, places: jax.Array, values: jax.Array, *, bytes_of: int = 4) -> None:
+    """Stores words to GMEM `ref`, or with `bytes_of=2` their lower halves; places count these."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD, WORD))
     def step(_, ref, places, values):
         place = word(places)
-        active = arith.cmpi(arith.CmpIPredicate.sge, place, const(0))
-        simt.store_words(ref, place, [word(values)], active)
+        if bytes_of == 4:
+            active = arith.cmpi(arith.CmpIPredicate.sge, place, const(0))
+            simt.store_words(ref, place, [word(values)], active)
+            return
+        ptx(
+            "{.reg .pred p; .reg .b16 low, high; setp.ge.s32 p, $2, 0; mov.b32 {low, high}, $1; "
+            "@p st.global.b16 [$0], low;}",
+            simt.gmem_address(ref, arith.muli(place, const(2))),
+            word(values),
+            place,
+            has_side_effects=True,
+        )
 
     step(ref, places, values)
 
 
 @store.in_jax
-def _store(ref, places, values):
-    halves = lax.bitcast_convert_type(values, ref.dtype).reshape(-1)
-    per_word = 4 // ref.dtype.itemsize
+def _store(ref, places, values, *, bytes_of=4):
+    per_word = bytes_of // ref.dtype.itemsize
+    parts = lax.bitcast_convert_type(values, ref.dtype).reshape(LANES, -1)
+    halves = parts[:, :per_word].reshape(-1)
 
     @pl.loop(0, LANES * per_word)
     def _(i):

@@ -40,6 +40,7 @@ class Shape:
       rotated: features of a head that have positions.
       window: tokens that a token attends to, itself included; None: all.
       residual_scale: what blocks add to the stream is multiplied with it.
+      stored_bytes: of a number of the cache: 2, or 1 for 8-bit floats.
     """
 
     blocks: int
@@ -58,6 +59,7 @@ class Shape:
     rotated: int
     window: int | None
     residual_scale: float
+    stored_bytes: int
 
     def itemsize(self, which: int) -> int:
         """Bytes of a number of the matrices `which`, QKV, OUT or GATE."""
@@ -194,7 +196,7 @@ class Shape:
             size = 2 * self.most_down_stages * DOWN_ROWS * DOWN_COLUMNS
             matrices.append(Matrix(self.down_splits * self.width // DOWN_COLUMNS, size))
         units = self.batch * self.groups * self.key_splits
-        read = 4 * self.capacity * self.size // self.key_splits
+        read = 2 * self.stored_bytes * self.capacity * self.size // self.key_splits
         return plan.shares(self.blocks, units, read, matrices)
 
     @property
@@ -257,4 +259,4 @@ class Shape:
     @property
     def keys(self) -> int:
         """Keys of a stage."""
-        return keys_of_stage(self.size)
+        return keys_of_stage(self.size, self.stored_bytes)

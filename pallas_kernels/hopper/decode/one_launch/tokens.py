@@ -197,7 +197,10 @@ def _rounded(block: Block, tiles: Tokens) -> Tokens:
     found = []
     for tile, words in enumerate(tiles):
         token = own_token(tile)
-        scale = _scale_of(smem["largest"], token)
+        # Of the largest magnitudes that warps have, whose bits are ordered as they are, NaN last.
+        of_warps = memory.gather_each(smem["largest"], token * BLOCK_WARPS, BLOCK_WARPS, 1)
+        top = functools.reduce(jnp.maximum, of_warps)
+        scale = scale_of(lax.bitcast_convert_type(top, jnp.float32))
         is_one = (block.thread() >> 5 == 0) & (lane.numbers() & 3 == 0)
         memory.scatter(smem["token_scales"], jnp.where(is_one, token, -1), scale)
         factor = 1 / scale
@@ -206,10 +209,7 @@ def _rounded(block: Block, tiles: Tokens) -> Tokens:
     return found
 
 
-def _scale_of(largest_ref, token) -> jax.Array:
-    """The scale of each lane's token, from the bits of the largest magnitude that warps have."""
-    of_warps = memory.gather_each(largest_ref, token * BLOCK_WARPS, BLOCK_WARPS, 1)
-    top = functools.reduce(jnp.maximum, of_warps)  # bits are ordered as magnitudes are, NaN last
-    largest = lax.bitcast_convert_type(top, jnp.float32)
+def scale_of(largest: jax.Array) -> jax.Array:
+    """The scale of numbers with this largest magnitude; see `quantised.rounded`."""
     scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
     return jnp.where(largest < jnp.inf, scale, jnp.nan)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.decode.one_launch.shape import Shape
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.quantised import rounded
+from pallas_kernels.quantised import Quantised, rounded
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 from tests import seeds
@@ -31,6 +31,7 @@ class Case(NamedTuple):
       has_mlp_biases: of gate, up and down.
       live: neurons of each layer; none if all are.
       launches: as of `decode_layers`.
+      has_8_bit_cache: whether keys and values are 8-bit floats.
     """
 
     layers: int
@@ -56,6 +57,7 @@ class Case(NamedTuple):
     has_mlp_biases: bool = False
     live: tuple[int, ...] = ()
     launches: int = 1
+    has_8_bit_cache: bool = False
 
     @property
     def options(self) -> dict:
@@ -77,8 +79,14 @@ class Case(NamedTuple):
         return Shape(
             blocks, layers, batch, capacity, width, neurons, heads, kv_heads, size, self.gated,
             self.is_sparse, self.rectifier, (2, 2, 2), self.rotated or size, self.window,
-            self.residual_scale,
+            self.residual_scale, 1 if self.has_8_bit_cache else 2,
         )  # fmt: skip
+
+
+def _in_8_bits(stored):
+    """Keys or values with a scale for each token and head."""
+    of = rounded(stored)
+    return Quantised(of.values, jnp.swapaxes(of.scale[..., 0], 2, 3))
 
 
 def operands(case: Case):
@@ -106,7 +114,18 @@ def operands(case: Case):
     lengths = jnp.array(case.lengths or full, jnp.int32)
     is_free = (jnp.arange(capacity) >= lengths[:, None])[None, :, :, None, None]
     cache = (normal(layers, batch, capacity, kv_heads, size) for _ in range(2))
-    k, v = (jnp.where(is_free, jnp.nan, values) for values in cache)
+    if case.has_8_bit_cache:
+        cache = map(_in_8_bits, cache)
+        scale_is_free = jnp.swapaxes(is_free[..., 0], 2, 3)
+        k, v = (
+            Quantised(
+                jnp.where(is_free, jnp.float8_e4m3fn(jnp.nan), of.values),
+                jnp.where(scale_is_free, jnp.nan, of.scale),
+            )
+            for of in cache
+        )
+    else:
+        k, v = (jnp.where(is_free, jnp.nan, values) for values in cache)
     angles = jax.random.uniform(next(keys), (batch, (case.rotated or size) // 2), maxval=6.0)
     stream, norm_biases = Stream.of(x, normal(d, scale=0.05, shift=1.0)), None
     if case.has_layer_norms:

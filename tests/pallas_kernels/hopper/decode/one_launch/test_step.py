@@ -57,6 +57,23 @@ LARGE = {
         2, 8, 2048, 5632, 32, 32, 64, 1024, live=(5632, 3000)
     ),
     "heads of 256 features": Case(2, 5, 2048, 8192, 8, 1, 256, 1024, has_head_norms=True),
+    "2b, cache in 8 bits": Case(
+        2, 3, 2048, 5632, 32, 32, 64, 1024, offset=2.87, has_8_bit_cache=True
+    ),
+    "Qwen3-0.6B, cache in 8 bits": Case(
+        2, 21, 1024, 3072, 16, 8, 128, 1024, is_sparse=False, rectifier=None, has_head_norms=True,
+        has_8_bit_cache=True,
+    ),
+    "heads of 96 features, cache in 8 bits": Case(
+        2, 1, 3072, 8192, 32, 8, 96, 1024, offset=2.87, has_8_bit_cache=True
+    ),
+    "heads of 256 features, cache in 8 bits": Case(
+        2, 5, 2048, 8192, 8, 1, 256, 1000, has_8_bit_cache=True, lengths=(999, 0, 1, 63, 700)
+    ),
+    "2b, cache in 8 bits, windows": Case(
+        2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False, has_8_bit_cache=True, in_8_bits="all",
+        window=300,
+    ),
     "Minitron-4B": Case(
         2, 8, 3072, 9216, 24, 8, 128, 1024, offset=2.87, gated=False,
         rectifier=Rectifier(squared=True), rotated=64, has_layer_norms=True,
@@ -69,15 +86,15 @@ LARGE = {
 
 def run(function, stream, layers, k, v, lengths, rope):
     """The stream, keys and values after a step."""
-    k, v = jax.new_ref(k), jax.new_ref(v)
+    k, v = (jax.tree.map(jax.new_ref, of) for of in (k, v))
     stream = function(stream, layers, k, v, lengths, rope)
-    return stream, k[...], v[...]
+    return stream, *(jax.tree.map(lambda ref: ref[...], of) for of in (k, v))
 
 
 def assert_matches(got, operands, case):
     """Where both round to 8 bits, a difference of 2^-9, as in bfloat16, takes one in 64 numbers to
     its neighbour, which is up to 2^-3 away: 0.016 of each product on average."""
-    bound = 0.03 if case.in_8_bits else 0.01
+    bound = 0.03 if case.in_8_bits or case.has_8_bit_cache else 0.01
 
     def definition(*of):
         return reference.decode_layers(*of, **case.options)
@@ -90,7 +107,7 @@ def assert_matches(got, operands, case):
     if not case.has_layer_norms:
         squares = [np.asarray(of.squares).sum(axis=1)[: case.batch] for of in (got[0], expected[0])]
         assert relative_error(*squares) < bound
-    for found, wanted in zip(got[1:], expected[1:], strict=True):
+    for found, wanted in zip(*map(jax.tree.leaves, (got[1:], expected[1:])), strict=True):
         found, wanted = (np.asarray(a, np.float32) for a in (found, wanted))
         np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
         assert relative_error(np.nan_to_num(found), np.nan_to_num(wanted)) < bound
@@ -147,6 +164,26 @@ def assert_matches(got, operands, case):
         SMALL._replace(layers=2, is_sparse=False, batch=2, live=(-1, 77)),
         SMALL._replace(gated=False, has_mlp_biases=True, in_8_bits="mlp"),
         SMALL._replace(batch=2, is_sparse=False, rectifier=None, has_mlp_biases=True),
+        SMALL._replace(layers=2, has_8_bit_cache=True, capacity=512, lengths=(300,)),
+        SMALL._replace(
+            batch=2,
+            kv_heads=1,
+            size=128,
+            has_8_bit_cache=True,
+            capacity=256,
+            lengths=(150, 255),
+            rotated=64,
+        ),
+        SMALL._replace(
+            heads=2,
+            kv_heads=1,
+            size=256,
+            has_8_bit_cache=True,
+            capacity=256,
+            window=70,
+            lengths=(200,),
+            is_sparse=False,
+        ),
         SMALL._replace(batch=9, kv_heads=1),
         SMALL._replace(batch=9, kv_heads=1, launches=2),
         SMALL._replace(batch=27, layers=2, in_8_bits="all", gated=False, has_layer_norms=True),
