@@ -54,19 +54,25 @@ VARIANTS: dict[str, Callable[[Transformer], None]] = {
 }
 
 SPARSE = tuple(name for name in VARIANTS if name.startswith("mosaic"))
+# With keys and values in 8 bits, too.
+CACHED: dict[str, Callable[[Transformer], None]] = {
+    "mosaic, relu, fp8 cache": lambda model: None,
+    "mosaic, relu, fp8 all but down, and cache": VARIANTS["mosaic, relu, fp8 all but down"],
+}
 
 
 def quantised(
     name: str, config: ModelConfig, params: nnx.State, implementation: str | None = None
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model of VARIANTS with this name, made of a model's parameters.
+    """The model of VARIANTS or CACHED with this name, made of a model's parameters.
 
     `implementation` replaces the one of the name, for the block.
     """
-    named, activation, _ = name.split(", ")
+    named, activation, *_ = name.split(", ")
     changes = {"activation": activation, "ffn_implementation": implementation or named}
+    changes |= {"kv_cache_dtype": "float8" if name in CACHED else None}
     model = nnx.merge(graphdef(config.model_copy(update=changes)), params)
-    VARIANTS[name](model)
+    (VARIANTS | CACHED)[name](model)
     return nnx.split(model)
 
 

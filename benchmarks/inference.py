@@ -5,8 +5,9 @@
 
 "forward" scores 64 sequences of 2048 tokens; if they do not fit for every variant, half of them, a
 quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" appends a token to each
-of them. "forward" and "decode" also measure the models with 8-bit weights of `fp8_models`. Without
-a checkpoint, weights are random, and layers have the nnz of `NNZ` and `PROFILE`. "error" compares
+of them, with keys and values that are drawn. "forward" and "decode" also measure the models with
+8-bit weights of `fp8_models`, "decode" also those with keys and values in 8 bits. Without a
+checkpoint, weights are random, and layers have the nnz of `NNZ` and `PROFILE`. "error" compares
 cross-entropies or logits with those of the dense bfloat16 model of the same function and weights,
 "logits_error" the logits after the sequences that "forward" scores. Of its first `EXACT` sequences,
 "float32_error" and "float32_logits_error" compare with the same weights in float32, and
@@ -227,8 +228,7 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
         def prepare(graph, params=params, token=token):
             model = models.laid_out(nnx.merge(graph, params), len(token), CAPACITY)
             graph, params = nnx.split(model)
-            cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, len(token), CAPACITY))
-            cache = replace(cache, lengths=jnp.full(len(token), PROMPT, jnp.int32))
+            cache = drawn_cache(model.config, len(token))
             step = partial(extend, graph)
             step = jax.jit(step, donate_argnums=2, compiler_options=DECODE_OPTIONS)
             compiled = step.lower(params, token, cache).compile()
@@ -243,7 +243,8 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
         def in_8_bits(name, prepare=prepare):
             return prepare(*fp8_models.quantised(name, config, params))
 
-        others = {name: partial(in_8_bits, name) for name in fp8_models.SPARSE}
+        names = *fp8_models.SPARSE, *fp8_models.CACHED
+        others = {name: partial(in_8_bits, name) for name in names}
         others |= torch_call(config, params, token[:, None], PROMPT)
         for row in compare(config, prepare, others):
             if "ms" in row and (changes := VARIANTS.get(row["implementation"])):
@@ -252,6 +253,20 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
                 if row["implementation"] not in DENSE:
                     row["generate_sampled"] = generated(model, tokens[:batch], SAMPLED)
             yield {"batch": batch, "context": PROMPT} | row
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def drawn_cache(config: ModelConfig, batch: int) -> KVCache:
+    """A cache of normally distributed keys and values, the same numbers whatever its dtype."""
+    empty = KVCache.empty(config, batch, CAPACITY)
+
+    def fill(layer: jax.Array, cache: KVCache) -> KVCache:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), layer))
+        drawn = (jax.random.normal(key, cache.k.shape[1:], config.dtype) for key in keys)
+        return cache.fill(layer, *drawn)
+
+    cache = jax.lax.fori_loop(0, config.layers, fill, empty)
+    return replace(cache, lengths=jnp.full(batch, PROMPT, jnp.int32))
 
 
 def generated(model: Transformer, tokens: np.ndarray, sampling: Sampling) -> float:
@@ -292,7 +307,8 @@ def torch_call(
 
     def prepare():
         model = nnx.merge(graphdef(config), params)
-        run, peak = torch_decoder.prepare(model, np.asarray(tokens), start, CAPACITY)
+        cache = drawn_cache(config, len(tokens))
+        run, peak = torch_decoder.prepare(model, np.asarray(tokens), start, cache)
         return Call(run, tokens.size, peak, torch_decoder.wait, torch_decoder.milliseconds)
 
     return {"torch, silu": prepare}

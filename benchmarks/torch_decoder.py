@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from twell_jax.config import ModelConfig
-from twell_jax.models import Transformer
+from twell_jax.models import KVCache, Transformer
 
 
 class Layer(NamedTuple):
@@ -87,10 +87,9 @@ def weights_of(model: Transformer) -> Weights:
     )
 
 
-def empty_cache(config: ModelConfig, like: torch.Tensor, batch: int, capacity: int) -> torch.Tensor:
-    """Zeros `[layers, 2, B, capacity, kv_heads, head_dim]`, keys and values, typed as `like`."""
-    heads = config.num_kv_heads, config.head_dim
-    return like.new_zeros(config.layers, 2, batch, capacity, *heads)
+def copied(cache: KVCache) -> torch.Tensor:
+    """Its keys and values, `[layers, 2, B, capacity, kv_heads, head_dim]`."""
+    return torch.stack([torch.from_dlpack(a) for a in (cache.k, cache.v)], dim=1)
 
 
 @torch.inference_mode()
@@ -103,7 +102,7 @@ def decode(
       config: the shapes.
       weights: those of the model.
       tokens: int64 `[B, T]`; T must be 1 unless `start` is 0.
-      cache: of `empty_cache`, for at least `start + T` tokens; changed in place.
+      cache: of `copied`, for at least `start + T` tokens; changed in place.
       start: number of tokens in the cache.
 
     Returns:
@@ -159,19 +158,20 @@ def has_cuda() -> bool:
 
 
 def prepare(
-    model: Transformer, tokens: np.ndarray, start: int, capacity: int
+    model: Transformer, tokens: np.ndarray, start: int, before: KVCache
 ) -> tuple[Callable[[], torch.Tensor], int]:
-    """`decode` on a new cache as one CUDA graph, and the device memory that it needs, in bytes.
+    """`decode` on a copy of a cache as one CUDA graph, and the device memory that it needs, in
+    bytes.
 
     Args:
       model: the model, on the GPU.
       tokens: int `[B, T]`.
-      start: number of tokens in the cache, zeros.
-      capacity: number of tokens for which it has room.
+      start: number of tokens in the cache.
+      before: the cache, on the GPU.
     """
     weights = weights_of(model)
     ids = torch.from_numpy(tokens).long().cuda()
-    cache = empty_cache(model.config, weights.norm, len(tokens), capacity)
+    cache = copied(before)
     torch.cuda.reset_peak_memory_stats()
     run = captured(lambda: decode(model.config, weights, ids, cache, start))
     return run, torch.cuda.max_memory_allocated()

@@ -18,7 +18,7 @@ from twell_jax.analysis import timing
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.ffn import quantise_mlps
 from twell_jax.inference import generation
-from twell_jax.models import KVCache, Transformer, graphdef
+from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import save_pretrained
 
 generated = inference.generated  # `small` puts others in their place
@@ -69,7 +69,8 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     found = [(row["direction"], row["batch"], row["implementation"]) for row in rows]
     sizes = [("forward", 2), *((d, b) for d in ("prefill", "decode") for b in (1, 2))]
-    in_8_bits = {"forward": fp8_models.VARIANTS, "prefill": (), "decode": fp8_models.SPARSE}
+    decoding = *fp8_models.SPARSE, *fp8_models.CACHED
+    in_8_bits = {"forward": fp8_models.VARIANTS, "prefill": (), "decode": decoding}
     dense_fp8, *_ = fp8_models.VARIANTS
     assert found == [
         (*size, name) for size in sizes for name in (*inference.VARIANTS, *in_8_bits[size[0]])
@@ -89,9 +90,9 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
     shared, _, *lines = TABLES["inference"].render(rows).splitlines()
     assert shared.startswith("All lines: model 2b")
     assert len(lines) == 2 + len(rows)
-    *_, name, results = lines[-1].partition("fp8 all but down |")
+    *_, name, results = lines[-1].partition("fp8 all but down, and cache |")
     assert name and set(results.split(" | ")) == {" -", "-", "- |"}
-    assert "| xla, relu | 2.000 | 1,000 | 45% | " in lines[-4]
+    assert "| xla, relu | 2.000 | 1,000 | 45% | " in lines[-6]
     assert "| forward | 2 x 32 | xla, silu | 2.000 | 32,000 | " in lines[2]
 
 
@@ -101,7 +102,8 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
 )
 def test_errors_are_those_against_the_dense_model_with_the_same_function(direction, monkeypatch):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))
-    monkeypatch.setattr(fp8_models, "VARIANTS", {})
+    for names in ("VARIANTS", "CACHED"):
+        monkeypatch.setattr(fp8_models, names, {})
     xla = {"ffn_implementation": "xla"}  # as if by kernels
     for activation in ("relu", "silu"):
         changes = xla | {"activation": activation}
@@ -187,13 +189,12 @@ def test_what_kernels_decode_is_also_generated_by_sampling(monkeypatch):
 def decoder_in_place_of_torch():
     """As `benchmarks.torch_decoder`; every call takes 1 ms and finds what ours finds."""
 
-    def prepare(model, tokens, start, capacity):
+    def prepare(model, tokens, start, before):
         silu = model.config.model_copy(update=inference.VARIANTS["xla, silu"])
         graph, params = graphdef(silu), nnx.state(model)
 
         def run():
-            cache = jax.tree.map(jnp.zeros_like, KVCache.empty(silu, len(tokens), capacity))
-            cache = inference.replace(cache, lengths=jnp.full(len(tokens), start, jnp.int32))
+            cache = inference.replace(before, lengths=jnp.full(len(tokens), start, jnp.int32))
             return jax.jit(lambda *operands: nnx.merge(graph, params).decode(*operands)[0])(
                 jnp.asarray(tokens), cache
             )

@@ -37,7 +37,7 @@ def test_logits_are_ours(changes):
             leaf[...] = jnp.linspace(0.5, 2.0, leaf.size).reshape(leaf.shape)
     tokens = seeds.rng().integers(0, 61, (2, 12))
     weights, ours = torch_decoder.weights_of(model), KVCache.empty(model.config, 2, 14)
-    theirs = torch_decoder.empty_cache(model.config, weights.norm, 2, 14)
+    theirs = torch_decoder.copied(ours)
     for start, stop in ((0, 9), (9, 10), (10, 11), (11, 12)):
         part = tokens[:, start:stop]
         expected, ours = model.decode(part, ours)
