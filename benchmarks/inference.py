@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import fp8_models, record, scores
+from benchmarks import caches, fp8_models, record, scores
 from benchmarks.calls import Call, measure, peak_bytes
 from twell_jax import config as config_lib
 from twell_jax import models
@@ -257,15 +257,8 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
 
 @partial(jax.jit, static_argnums=(0, 1))
 def drawn_cache(config: ModelConfig, batch: int) -> KVCache:
-    """A cache of normally distributed keys and values, the same numbers whatever its dtype."""
-    empty = KVCache.empty(config, batch, CAPACITY)
-
-    def fill(layer: jax.Array, cache: KVCache) -> KVCache:
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), layer))
-        drawn = (jax.random.normal(key, cache.k.shape[1:], config.dtype) for key in keys)
-        return cache.fill(layer, *drawn)
-
-    cache = jax.lax.fori_loop(0, config.layers, fill, empty)
+    """A cache that holds PROMPT tokens of each sequence."""
+    cache = caches.drawn(config, batch, CAPACITY, jax.random.key(0))
     return replace(cache, lengths=jnp.full(batch, PROMPT, jnp.int32))
 
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.scipy.stats import norm
 
-from benchmarks import record
+from benchmarks import caches, record
 from benchmarks.soak import arguments
 from twell_jax import models
 from twell_jax.config import ModelConfig
-from twell_jax.models import DECODE_OPTIONS, KVCache, Transformer, graphdef
+from twell_jax.models import DECODE_OPTIONS, Transformer, graphdef
 from twell_jax.models.quantised import COVERED
 
 ALLOWED, ALLOWED_IN_8_BITS = 2.0, 4.0  # what 16 bits round otherwise may get another 8-bit value
@@ -67,6 +67,10 @@ CASES = [
     *(Case("live", batch, 0.03, (("live_width", True),)) for batch in (8, 64)),
     *(Case("drelu", batch, 0.03, (("activation", "drelu"),)) for batch in (1, 64)),
     *(Case("8 bits", batch, 0.03, parts="fp8-all-but-down") for batch in (8, 32)),
+    *(
+        Case("keys and values in 8 bits", batch, 0.03, (("kv_cache_dtype", "float8"),))
+        for batch in (1, 32)
+    ),
     Case("heads of 80 features", 8, 0.03, (("head_size", 80),)),
     Case("16 heads of 96 features together", 3, 0.03, (("head_size", 96), ("kv_heads", 1))),
     Case("heads of 256 features", 1, 0.01, (("head_size", 256), ("heads", 8))),
@@ -122,15 +126,10 @@ def _wide(tree: Any) -> Any:
 
 def check(case: Case, config: ModelConfig, params: nnx.State, key: jax.Array) -> jax.Array:
     """The errors of the rows as a share of what is allowed, float32 `[B]`."""
-    keys = jax.random.split(key, 4)
+    keys = jax.random.split(key, 3)
     tokens = jax.random.randint(keys[0], (case.batch, 1), 0, config.vocab_size)
-    cache = KVCache.empty(config, case.batch, CAPACITY)
-    cache = replace(
-        cache,
-        k=jax.random.normal(keys[2], cache.k.shape, cache.k.dtype),
-        v=jax.random.normal(keys[3], cache.v.shape, cache.v.dtype),
-        lengths=jax.random.randint(keys[1], (case.batch,), 0, CAPACITY),
-    )
+    cache = caches.drawn(config, case.batch, CAPACITY, keys[2])
+    cache = replace(cache, lengths=jax.random.randint(keys[1], (case.batch,), 0, CAPACITY))
     run = partial(step, config, COVERED[case.parts] if case.parts else ())
     ours, theirs = (run(changes, params, tokens, cache) for changes in ({}, XLA))
     with jax.default_matmul_precision("highest"):
