@@ -1,4 +1,4 @@
-"""Whole models with 8-bit weights: sparse ones, and a dense one with all products in FP8."""
+"""Whole models with 8-bit weights, keys and values; and a dense one with all products in FP8."""
 
 from collections.abc import Callable
 from typing import Any

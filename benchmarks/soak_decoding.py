@@ -26,7 +26,7 @@ from twell_jax.models import DECODE_OPTIONS, Transformer, graphdef
 from twell_jax.models.quantised import COVERED
 
 ALLOWED, ALLOWED_IN_8_BITS = 2.0, 4.0  # what 16 bits round otherwise may get another 8-bit value
-CAPACITY = 512
+CAPACITY = 576  # of which keys in 8 bits fill no whole number of stages
 DENSE = 7  # every so many-th token of the vocabulary has nearly all neurons active
 SHARED = 16.0  # what all gates share: the largest feature of a token, which 8 bits do not round
 MODEL = {

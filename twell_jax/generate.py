@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kv-cache-dtype",
         choices=["float8"],
-        help="of the keys and values that are stored (default: that of the model)",
+        help="of the keys and values that are stored (default: as the run says, or that of the "
+        "compute)",
     )
     args = parser.parse_args(argv)
     gc.freeze()  # collections then need not look at all that is imported
@@ -114,8 +115,8 @@ def _print_continuations(args: argparse.Namespace) -> None:
     lm = language_model.load(
         args.directory,
         args.implementation,
-        lambda lm: prepare(lm.model, encoded(lm), **how),
-        args.kv_cache_dtype,
+        meanwhile=lambda lm: prepare(lm.model, encoded(lm), **how),
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     prompts = encoded(lm)
     _check_length(lm.model, max(map(len, prompts)), args.max_tokens, len(prompts))

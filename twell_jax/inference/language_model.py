@@ -77,8 +77,8 @@ def load(
         directory, a name on the Hugging Face hub, "org/name" or "org/name@revision".
       ffn_implementation: see `sparse_ffn`; the run's own setting is ignored.
       meanwhile: is called before parameters are read, with `jax.ShapeDtypeStruct`s in their place.
-      kv_cache_dtype: "float8" stores keys and values in 8 bits when generating; None: in that of
-        the compute. The run's own setting is ignored.
+      kv_cache_dtype: "float8" stores keys and values in 8 bits when generating; None: as the run
+        says, or in the dtype of the compute.
 
     Raises:
       ConfigError: the directory holds neither, the run has no checkpoint, or the tokenizer has ids
@@ -112,7 +112,8 @@ def load(
         raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")
 
     def of_run(tokenizer: Tokenizer, model: Transformer) -> LanguageModel:
-        chosen = {"ffn_implementation": ffn_implementation, "kv_cache_dtype": kv_cache_dtype}
+        stored = kv_cache_dtype or model.config.kv_cache_dtype
+        chosen = {"ffn_implementation": ffn_implementation, "kv_cache_dtype": stored}
         settings = model.config.model_copy(update=chosen)
         model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
         kept = RunPaths(directory).source  # of the model that it began with, as its export has it

@@ -1,5 +1,6 @@
 """The key/value cache for generation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -29,12 +30,12 @@ class KVCache:
     @classmethod
     def empty(cls, config: ModelConfig, batch: int, capacity: int) -> "KVCache":
         """A cache with room for `capacity` tokens of each of `batch` sequences."""
-        shape = (config.layers, batch, capacity, config.num_kv_heads, config.head_dim)
+        layers, kv_heads = config.layers, config.num_kv_heads
+        shape = layers, batch, capacity, kv_heads, config.head_dim
 
         def empty() -> Operand:
             if config.kv_cache_dtype is None:
                 return jax.lax.empty(shape, config.dtype)
-            layers, _, _, kv_heads, _ = shape
             scale = jax.lax.empty((layers, batch, kv_heads, capacity), jnp.float32)
             return Quantised(jax.lax.empty(shape, E4M3), scale)
 
@@ -59,17 +60,15 @@ class KVCache:
         (batch, count), (positions, _) = k.shape[:2], self.place(k.shape[1])
         sequence = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, count))
 
-        def stored(into: Operand, new: jax.Array) -> Operand:
-            if not isinstance(into, Quantised):
-                return into.at[layer, sequence, positions].set(new, unique_indices=True)
-            of, head = rounded(new), jnp.arange(new.shape[2])
-            where = layer, sequence[:, :, None], head, positions[:, :, None]
-            return Quantised(
-                into.values.at[layer, sequence, positions].set(of.values, unique_indices=True),
-                into.scale.at[where].set(of.scale[..., 0], unique_indices=True),
-            )
+        head = jnp.arange(k.shape[2])[:, None]
 
-        return replace(self, k=stored(self.k, k), v=stored(self.v, v))
+        def put(into: jax.Array, new: jax.Array) -> jax.Array:
+            at = into.at[layer, sequence, positions]
+            if new.ndim == 3:  # scales
+                at = into.at[layer, sequence[:, None], head, positions[:, None]]
+            return at.set(new, unique_indices=True)
+
+        return self._with(put, k, v)
 
     def fill(self, layer: jax.Array, k: jax.Array, v: jax.Array) -> "KVCache":
         """Stores those of the first tokens, as `write` does; all sequences are empty."""
@@ -78,11 +77,16 @@ class KVCache:
             start = layer, *(jnp.zeros_like(layer) for _ in new.shape)
             return jax.lax.dynamic_update_slice(into, new[None], start)
 
+        return self._with(put, k, v)
+
+    def _with(self, put: Callable, k: jax.Array, v: jax.Array) -> "KVCache":
+        """The cache after `put(its array, the new one)` for keys and values, in 8 bits as it is."""
+
         def stored(into: Operand, new: jax.Array) -> Operand:
             if not isinstance(into, Quantised):
                 return put(into, new)
             of = rounded(new)
-            scale = jnp.swapaxes(of.scale[..., 0], 1, 2)
+            scale = jnp.swapaxes(of.scale[..., 0], 1, 2)  # [B, kv_heads, T]
             return Quantised(put(into.values, of.values), put(into.scale, scale))
 
         return replace(self, k=stored(self.k, k), v=stored(self.v, v))

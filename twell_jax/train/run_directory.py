@@ -30,6 +30,7 @@ _MAY_CHANGE = {
     "sample_tokens", "checkpoint_keep", "log_every", "profile_steps", "tensorboard", "wandb",
     "data.cache_dir", "data.strict",
     "model.remat", "model.ffn_implementation", "model.ffn_gradients", "sparse_gradients_every",
+    "model.decode_implementation", "model.kv_cache_dtype",
 }  # fmt: skip
 
 # In a path, Orbax and TensorStore take them for a pattern or a slash: checkpoints would be written,

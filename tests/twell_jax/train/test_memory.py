@@ -63,5 +63,13 @@ def test_the_cache_of_a_generation_is_bounded():
         memory.require_for_generation(model, 3, 1000, need - 1)
 
 
+def test_a_cache_in_8_bits_has_a_scale_for_each_head():
+    model = config.load("tiny", ["model.kv_cache_dtype=float8"]).model
+    need = 2 * 4 * (128 + 4 * model.num_kv_heads) * 3000
+    memory.require_for_generation(model, 3, 1000, need)
+    with pytest.raises(ConfigError, match=r"^--max-tokens: the cache of 3 x 1000 tokens: at least"):
+        memory.require_for_generation(model, 3, 1000, need - 1)
+
+
 def test_devices_have_memory():
     assert memory.of_device() > 2**20

@@ -103,7 +103,7 @@ def scales_of(scale_ref, start: jax.Array, size: int, wg: jax.Array) -> list[jax
 
     Args:
       scale_ref: GMEM, float32 `[capacity]`.
-      start: int32 scalar, the stage's first key.
+      start: int32 scalar, the stage's first key, which may be past the end.
       size: of a head.
       wg: int32 scalar, the warpgroup.
     """
@@ -111,6 +111,7 @@ def scales_of(scale_ref, start: jax.Array, size: int, wg: jax.Array) -> list[jax
     warp = (number >> 5) + 4 * wg
     first = start + (warp & (tiles - 1)) * _KEYS + 2 * (number & 3)
     places = [first + part * tiles * _KEYS + more for part in (0, 1) for more in (0, 8)]
+    places = [jnp.where(place < scale_ref.shape[0], place, -1) for place in places]
     words = [word for place in places for word in memory.load(scale_ref, place, 2)]
     return [lax.bitcast_convert_type(word, jnp.float32) for word in words]
 
@@ -196,8 +197,8 @@ def _of_part(k, v, q, state, start, left, number, warp, scales, first_of_all, si
         for key in keys
     ]
     of_keys, of_values = scales
-    by = key_products.IN_8_BITS if of_keys else key_products.IN_16_BITS
-    scores = by.scores(k, q, first, number, size)
+    products = key_products.IN_8_BITS if of_keys else key_products.IN_16_BITS
+    scores = products.scores(k, q, first, number, size)
     if of_keys:
         scores = [arith.mulf(*pair) for pair in zip(scores, of_keys, strict=True)]
     p, new, shrink = _softmax(scores, is_key, top, size)
@@ -208,10 +209,10 @@ def _of_part(k, v, q, state, start, left, number, warp, scales, first_of_all, si
     if of_values:  # which may be anything where there is no key
         zero = constant(0.0)
         p = [
-            arith.select(is_it, arith.mulf(one, by), zero)
-            for is_it, one, by in zip(is_key, p, of_values, strict=True)
+            arith.select(is_it, arith.mulf(one, scale), zero)
+            for is_it, one, scale in zip(is_key, p, of_values, strict=True)
         ]
-    return new, total, by.add_values(v, p, values, is_key, first, block, number, size)
+    return new, total, products.add_values(v, p, values, is_key, first, block, number, size)
 
 
 def _softmax(scores, is_key, top, size):

@@ -66,14 +66,13 @@ def attend(block: Block, layer, exchange_number, number, eps: float):
 
 def _scales_of_stage(block: Block, layer, of: Unit, j) -> list[jax.Array]:
     """Of a stage of keys and values in 8 bits; they are asked for a stage ahead."""
-    caches, shape = (block.refs.k, block.refs.v), block.shape
-    start = jnp.minimum(j, shape.capacity // shape.keys - 1) * shape.keys
+    shape = block.shape
     return [
         scale
-        for cache in caches
+        for cache in (block.refs.k, block.refs.v)
         if isinstance(cache, Quantised)
         for scale in attention.scales_of(
-            cache.scale.at[layer, of.stored, of.head], start, shape.size, block.wg
+            cache.scale.at[layer, of.stored, of.head], j * shape.keys, shape.size, block.wg
         )
     ]
 
