@@ -117,35 +117,6 @@ def last_stream(block: Block, outs, exchange_number) -> None:
         memory.store(squares.at[token], place, lax.bitcast_convert_type(total, jnp.int32))
 
 
-class _Posted(NamedTuple):
-    """The same words in an exchange.
-
-    Attributes:
-      features: of a token.
-      first: the first word.
-      distances: from there of all places, or of each first of two.
-      together: how many lie so: two, or one if 8-bit floats are made of them.
-      left: how many places further words could have; None if a token has all words.
-    """
-
-    features: int
-    first: jax.Array
-    distances: list[int]
-    together: int
-    left: jax.Array | None
-
-    @classmethod
-    def of(cls, block: Block, which: int) -> "_Posted":
-        """Of the tokens that the matrices `which` are multiplied with."""
-        row, is_wide = _Row.of(block, which), block.shape.itemsize(which) == 2
-        # Words 8 apart lie 64 places apart; in between are the others of the same lane.
-        own = [0] if is_wide else [0, 2]
-        of_eight = [8 * distance for distance in row.distances if distance % 8 == 0]
-        distances = [start + more for start in of_eight for more in own]
-        left = None if row.left is None else 8 * (row.left + row.first % 8)
-        return cls(2 * row.words, row.first, distances, 2 if is_wide else 1, left)
-
-
 class _Row(NamedTuple):
     """Which words of a token a lane has, bfloat16.
 
@@ -187,6 +158,35 @@ class _Row(NamedTuple):
         first, end = token * self.words + self.first, None if count is None else start + count
         places = slice(start // self.together, end and end // self.together)
         return memory.load_row(ref, first, self.left, self.distances[places], self.together)
+
+
+class _Posted(NamedTuple):
+    """The same words in an exchange.
+
+    Attributes:
+      features: of a token.
+      first: the first word.
+      distances: from there of all places, or of each first of two.
+      together: how many lie so: two, or one if 8-bit floats are made of them.
+      left: how many places further words could have; None if a token has all words.
+    """
+
+    features: int
+    first: jax.Array
+    distances: list[int]
+    together: int
+    left: jax.Array | None
+
+    @classmethod
+    def of(cls, block: Block, which: int) -> "_Posted":
+        """Of the tokens that the matrices `which` are multiplied with."""
+        row, is_wide = _Row.of(block, which), block.shape.itemsize(which) == 2
+        # Words 8 apart lie 64 places apart; in between are the others of the same lane.
+        own = [0] if is_wide else [0, 2]
+        of_eight = [8 * distance for distance in row.distances if distance % 8 == 0]
+        distances = [start + more for start in of_eight for more in own]
+        left = None if row.left is None else 8 * (row.left + row.first % 8)
+        return cls(2 * row.words, row.first, distances, 2 if is_wide else 1, left)
 
 
 def _rounded(block: Block, tiles: Tokens) -> Tokens:
