@@ -82,7 +82,7 @@ def prepare(
         tokens, lengths = _padded(prompts)
         capacity = cache_capacity(tokens.shape[1], max_tokens)
         params, programs = _programs_of(model, len(tokens), capacity, sampling)
-        reads = params, tokens, lengths, key_of(0)
+        reads = params, tokens, lengths, np.uint32(0)
         pool = ThreadPoolExecutor(1)
         programs.ready[tokens.shape, capacity] = pool.submit(
             _compile_both, programs, reads, capacity
@@ -150,7 +150,7 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     """
     capacity = cache_capacity(tokens.shape[1], max_tokens)
     params, programs = _programs_of(model, len(tokens), capacity, sampling)
-    reads = params, tokens, lengths, key_of(seed)
+    reads = params, tokens, lengths, jax.device_put(np.uint32(seed))  # once, not in each call
     ready, both = None, programs.ready.get((tokens.shape, capacity))
     if both is not None:
         ready = both.result()
@@ -170,7 +170,7 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
 
 def _compile_both(programs: "_Programs", reads: tuple, capacity: int) -> Future:
     """Compiles both programs at the same time; the result says when `extend` is ready, too."""
-    params, *_, key = reads
+    params, *_, seed = reads
     prefill, extend = programs.prefill, programs.extend
     of_prefill = prefill.eval_shape(*reads, capacity=capacity)
     lowered = prefill.lower(*reads, capacity=capacity)  # first, as Python runs one thread at a time
@@ -182,7 +182,7 @@ def _compile_both(programs: "_Programs", reads: tuple, capacity: int) -> Future:
         token, stored = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), of_prefill
         )
-        extend.lower(params, token, stored, key).compile()
+        extend.lower(params, token, stored, seed).compile()
 
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(compile_extend)
@@ -238,19 +238,19 @@ def _programs(structure: Structure, sampling: Sampling) -> _Programs:
     """Those of a model."""
 
     @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
-    def prefill(params, tokens, lengths, key, *, capacity):
+    def prefill(params, tokens, lengths, seed, *, capacity):
         """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
         logits, stored = structure.merged(params).prefill(tokens, capacity, lengths)
-        keys = keys_of_sequences(key, len(tokens))
+        keys = keys_of_sequences(key_of(seed), len(tokens))
         return sample_each(logits, keys, stored.lengths, sampling), stored
 
     @partial(jax.jit, donate_argnames="stored", compiler_options=DECODE_OPTIONS)
-    def extend(params, token, stored, key):
+    def extend(params, token, stored, seed):
         """Appends to each row the tokens after `token: int32 [B]`, each of which the cache takes.
 
         Returns the last of them, int32 [B], all, [_TOGETHER, B], and the extended cache.
         """
-        model, keys = structure.merged(params), keys_of_sequences(key, len(token))
+        model, keys = structure.merged(params), keys_of_sequences(key_of(seed), len(token))
 
         def step(carry, _):
             token, stored = carry

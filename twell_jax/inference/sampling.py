@@ -74,7 +74,7 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return drawn.astype(jnp.int32)
 
 
-def key_of(seed: int) -> jax.Array:
+def key_of(seed: int | jax.Array) -> jax.Array:
     """The random key of a seed, of the default kind whatever `jax_default_prng_impl` says.
 
     With others, such as "rbg", what `sample_each` draws for a row depends on the rows beside it.

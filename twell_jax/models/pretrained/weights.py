@@ -6,17 +6,19 @@ gate and up and `[in, out]` for down. Both rotate pairs of features half a head 
 no permutation. Hugging Face stores a tensor per layer; ours are stacked along the first axis.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.quantised import AXES
@@ -39,7 +41,8 @@ _SHUT = {
     gated: tuple(f"blocks.mlp.{kind}" for kind in (f"w_{name}", f"w_{name}.values", f"b_{name}"))
     for gated, name in ((True, "gate"), (False, "up"))
 }
-_ROWS = 4096  # that are copied or compared at a time
+_ROWS = 4096  # that are compared at a time
+_UNDER_WAY = 4  # layers, at most, on their way from files to devices
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
 _NAMES = {
@@ -100,28 +103,28 @@ class _Layout:
     offset: float = 0.0
     dtypes: tuple[str, ...] = files.FLOATS
 
-    def part(
-        self, tensors: Mapping[str, Tensor], index: tuple[slice, ...], dtype: np.dtype
-    ) -> np.ndarray:
-        """The slice of the parameter that one device holds, read from the tensors of the files.
+    def from_file(
+        self, tensors: Mapping[str, Tensor], number: int, placement: NamedSharding | None
+    ) -> jax.Array:
+        """One of the tensors as it lies in its file, on devices.
 
-        Blocks of rows are copied side by side: one at a time would take longer than the device.
+        Args:
+          tensors: those of the files.
+          number: which, of the layers if `stacked`.
+          placement: that of the parameter; None for JAX's default device.
         """
-        which, *rest = index if self.stacked else (slice(None), *index)
-        rest = rest[::-1] if self.transposed else rest
-        parts = [tensors[name][tuple(rest)] for name in self.names[which]]
-        parts = [part.T for part in parts] if self.transposed else parts
-        whole = np.empty((len(parts), *parts[0].shape), dtype)
+        tensor = tensors[self.names[number]]
+        if placement is None:
+            return jax.device_put(tensor[...])
+        missing = len(self.shape) + self.stacked - len(placement.spec)
+        axes = [*placement.spec, *missing * [None]][self.stacked :]
+        own = NamedSharding(placement.mesh, P(*(axes[::-1] if self.transposed else axes)))
+        return jax.make_array_from_callback(tensor.shape, own, tensor.__getitem__)
 
-        def copy(block: tuple[int, slice]) -> None:
-            layer, rows = block
-            whole[layer, rows] = parts[layer][rows]
-            if self.offset:
-                whole[layer, rows] += dtype.type(self.offset)
-
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(copy, itertools.product(range(len(parts)), _blocks(whole.shape[1]))))
-        return whole if self.stacked else whole[0]
+    def as_ours(self, tensor: jax.Array, dtype: np.dtype) -> jax.Array:
+        """A layer of the parameter, or all of it, from `from_file`."""
+        tensor = (tensor.T if self.transposed else tensor).astype(dtype)
+        return tensor + jnp.asarray(self.offset, dtype) if self.offset else tensor
 
 
 def load(
@@ -158,24 +161,60 @@ def load(
             f"{_EMBED}; write tie_word_embeddings=false to use both, or remove the former"
         )
 
-    def read(path, leaf, placement=None):
-        layout = layouts.get(_name(path))
-        if _name(path) == _LIVE:
-            return jnp.array(stored.live, leaf.dtype, device=placement)
-        if layout is None:
-            return jnp.zeros(leaf.shape, leaf.dtype, device=placement)
-
-        def part(index):
-            return layout.part(tensors, index, leaf.dtype)
-
-        if placement is None:
-            return jax.device_put(part((slice(None),) * leaf.ndim))
-        return jax.make_array_from_callback(leaf.shape, placement, part)
-
     # Without a mesh, arrays are bound to no device, as those of a new model and of an optimizer
     # are. Where these differ, the first step on both binds all, and the second compiles anew.
-    placements = () if mesh is None else (sharding.of_params(abstract, mesh),)
-    return jax.tree.map_with_path(read, abstract, *placements)
+    placements: dict[str, NamedSharding | None] = dict.fromkeys(leaves)
+    if mesh is not None:
+        of_params = jax.tree.leaves_with_path(sharding.of_params(abstract, mesh))
+        placements = {_name(path): placement for path, placement in of_params}
+    params = _read(tensors, layouts, leaves, placements)
+
+    def found(path, leaf):
+        name = _name(path)
+        if name in params:
+            return params[name]
+        if name == _LIVE:
+            return jnp.array(stored.live, leaf.dtype, device=placements[name])
+        return jnp.zeros(leaf.shape, leaf.dtype, device=placements[name])
+
+    return jax.tree.map_with_path(found, abstract)
+
+
+def _read(
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, _Layout],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    placements: Mapping[str, NamedSharding | None],
+) -> dict[str, jax.Array]:
+    """The parameters of the layouts.
+
+    Devices turn and stack the tensors, as many layers at a time as are on their way: the host would
+    take longer, and touch as much memory.
+    """
+    stacked = {name for name, layout in layouts.items() if layout.stacked}
+
+    def computed(names: Collection[str], function: Callable, **options: Any) -> Callable:
+        return jax.jit(function, out_shardings={n: placements[n] for n in names}, **options)
+
+    def from_files(names: Collection[str], number: int) -> dict[str, jax.Array]:
+        return {n: layouts[n].from_file(tensors, number, placements[n]) for n in names}
+
+    def as_ours(tensors):
+        return {n: layouts[n].as_ours(a, leaves[n].dtype) for n, a in tensors.items()}
+
+    def with_layer(whole, tensors, layer):
+        added = as_ours(tensors)
+        return {n: lax.dynamic_update_index_in_dim(whole[n], added[n], layer, 0) for n in whole}
+
+    alone = layouts.keys() - stacked
+    found = computed(alone, as_ours)(from_files(alone, 0))
+    whole = computed(stacked, lambda: {n: jnp.zeros_like(leaves[n]) for n in stacked})()
+    add = computed(stacked, with_layer, donate_argnums=0)
+    for layer in range(max(len(layouts[n].names) for n in stacked)):
+        whole = add(whole, from_files(stacked, layer), np.int32(layer))
+        if layer % _UNDER_WAY == 0:
+            jax.block_until_ready(whole)
+    return found | whole
 
 
 def save(
