@@ -17,7 +17,7 @@ from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.decode_step import step
 from twell_jax.models.quantised import ATTENTION, Part
-from twell_jax.models.transformer import IN_PLACE_OPTIONS, Transformer
+from twell_jax.models.transformer import IN_PLACE_OPTIONS, Transformer, graphdef
 
 # For programs that decode. A chain of kernels overlaps only if it is no part of a CUDA graph.
 DECODE_OPTIONS = IN_PLACE_OPTIONS | {"xla_gpu_enable_command_buffer": ""}
@@ -59,7 +59,18 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     )
     if model.config.decode_implementation == "mosaic":
         return by_kernels(tokens, cache)
-    return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=model.decode)
+    elsewhere = _without_kernels(model).decode
+    return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=elsewhere)
+
+
+def _without_kernels(model: Transformer) -> Transformer:
+    """The model as platforms without kernels compute it. If its blocks chose, JAX would trace their
+    kernels, too."""
+    config = model.config
+    if config.ffn_implementation is not None or config.ffn_gradients is not None:
+        return model
+    config = config.model_copy(update={"ffn_implementation": "xla"})
+    return nnx.merge(graphdef(config, model.quantised()), nnx.state(model))
 
 
 def explain_decoding(
