@@ -17,7 +17,7 @@ from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.decode_step import step
 from twell_jax.models.quantised import ATTENTION, Part
-from twell_jax.models.transformer import IN_PLACE_OPTIONS, Transformer, graphdef
+from twell_jax.models.transformer import IN_PLACE_OPTIONS, Transformer
 
 # For programs that decode. A chain of kernels overlaps only if it is no part of a CUDA graph.
 DECODE_OPTIONS = IN_PLACE_OPTIONS | {"xla_gpu_enable_command_buffer": ""}
@@ -69,8 +69,10 @@ def _without_kernels(model: Transformer) -> Transformer:
     config = model.config
     if config.ffn_implementation is not None or config.ffn_gradients is not None:
         return model
-    config = config.model_copy(update={"ffn_implementation": "xla"})
-    return nnx.merge(graphdef(config, model.quantised()), nnx.state(model))
+    other = nnx.clone(model)
+    other.config = other.blocks.config = config.model_copy(update={"ffn_implementation": "xla"})
+    other.blocks.mlp.implementation = "xla"
+    return other
 
 
 def explain_decoding(

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,7 +16,7 @@ from tests.twell_jax import drawn
 from tests.twell_jax.models.decode_steps import abstract, made, one_step
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe
-from twell_jax.models import DECODE_OPTIONS, decode, explain_decoding, graphdef, laid_out
+from twell_jax.models import DECODE_OPTIONS, KVCache, decode, explain_decoding, graphdef, laid_out
 from twell_jax.models.quantised import ATTENTION, COVERED
 
 MODEL = {
@@ -343,6 +344,20 @@ def test_what_blocks_cannot_serve_it_raises_as_decode_does(changes):
     with pytest.raises(CannotServe) as said:
         explain_decoding(of_shapes(**settings), 2, CAPACITY, device="NVIDIA H100 80GB HBM3")
     assert str(said.value) == str(raised.value)
+
+
+def test_a_model_may_have_variables_of_its_own():
+    model = of_shapes(**MODEL | LARGE)
+    model.blocks.mlp.note = nnx.Variable(jax.ShapeDtypeStruct((2,), jnp.float32))
+    graph, params = nnx.split(model)
+
+    def step(params, cache):
+        return decode(nnx.merge(graph, params), jnp.zeros((1, 1), jnp.int32), cache)
+
+    cache = jax.eval_shape(lambda: KVCache.empty(model.config, 1, CAPACITY))
+    with jax.sharding.use_abstract_mesh(H100):
+        logits, _ = jax.eval_shape(step, params, cache)
+    assert logits.shape == (1, model.config.vocab_size)
 
 
 def test_what_is_laid_out_for_decoding_is_another_model(reference_kernels):

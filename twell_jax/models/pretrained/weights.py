@@ -7,23 +7,20 @@ no permutation. Hugging Face stores a tensor per layer; ours are stacked along t
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.quantised import AXES
 from twell_jax.models import sharding
-from twell_jax.models.pretrained import files
+from twell_jax.models.pretrained import files, on_devices
 from twell_jax.models.pretrained.architectures import Architecture
 from twell_jax.models.pretrained.config import Stored
 from twell_jax.models.pretrained.files import Tensor
@@ -42,7 +39,6 @@ _SHUT = {
     for gated, name in ((True, "gate"), (False, "up"))
 }
 _ROWS = 4096  # that are compared at a time
-_UNDER_WAY = 4  # layers, at most, on their way from files to devices
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
 _NAMES = {
@@ -103,29 +99,6 @@ class _Layout:
     offset: float = 0.0
     dtypes: tuple[str, ...] = files.FLOATS
 
-    def from_file(
-        self, tensors: Mapping[str, Tensor], number: int, placement: NamedSharding | None
-    ) -> jax.Array:
-        """One of the tensors as it lies in its file, on devices.
-
-        Args:
-          tensors: those of the files.
-          number: which, of the layers if `stacked`.
-          placement: that of the parameter; None for JAX's default device.
-        """
-        tensor = tensors[self.names[number]]
-        if placement is None:
-            return jax.device_put(tensor[...])
-        missing = len(self.shape) + self.stacked - len(placement.spec)
-        axes = [*placement.spec, *missing * [None]][self.stacked :]
-        own = NamedSharding(placement.mesh, P(*(axes[::-1] if self.transposed else axes)))
-        return jax.make_array_from_callback(tensor.shape, own, tensor.__getitem__)
-
-    def as_ours(self, tensor: jax.Array, dtype: np.dtype) -> jax.Array:
-        """A layer of the parameter, or all of it, from `from_file`."""
-        tensor = (tensor.T if self.transposed else tensor).astype(dtype)
-        return tensor + jnp.asarray(self.offset, dtype) if self.offset else tensor
-
 
 def load(
     directory: Path, config: ModelConfig, mesh: jax.sharding.Mesh | None, stored: Stored
@@ -167,7 +140,20 @@ def load(
     if mesh is not None:
         of_params = jax.tree.leaves_with_path(sharding.of_params(abstract, mesh))
         placements = {_name(path): placement for path, placement in of_params}
-    params = _read(tensors, layouts, leaves, placements)
+    recipes = [
+        on_devices.Recipe(
+            name,
+            leaves[name].shape,
+            leaves[name].dtype,
+            layout.stacked,
+            layout.transposed,
+            layout.offset,
+            placements[name],
+        )
+        for name, layout in layouts.items()
+    ]
+    sources = {name: [tensors[of] for of in layout.names] for name, layout in layouts.items()}
+    params = on_devices.read(recipes, sources, mesh)
 
     def found(path, leaf):
         name = _name(path)
@@ -178,43 +164,6 @@ def load(
         return jnp.zeros(leaf.shape, leaf.dtype, device=placements[name])
 
     return jax.tree.map_with_path(found, abstract)
-
-
-def _read(
-    tensors: Mapping[str, Tensor],
-    layouts: Mapping[str, _Layout],
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    placements: Mapping[str, NamedSharding | None],
-) -> dict[str, jax.Array]:
-    """The parameters of the layouts.
-
-    Devices turn and stack the tensors, as many layers at a time as are on their way: the host would
-    take longer, and touch as much memory.
-    """
-    stacked = {name for name, layout in layouts.items() if layout.stacked}
-
-    def computed(names: Collection[str], function: Callable, **options: Any) -> Callable:
-        return jax.jit(function, out_shardings={n: placements[n] for n in names}, **options)
-
-    def from_files(names: Collection[str], number: int) -> dict[str, jax.Array]:
-        return {n: layouts[n].from_file(tensors, number, placements[n]) for n in names}
-
-    def as_ours(tensors):
-        return {n: layouts[n].as_ours(a, leaves[n].dtype) for n, a in tensors.items()}
-
-    def with_layer(whole, tensors, layer):
-        added = as_ours(tensors)
-        return {n: lax.dynamic_update_index_in_dim(whole[n], added[n], layer, 0) for n in whole}
-
-    alone = layouts.keys() - stacked
-    found = computed(alone, as_ours)(from_files(alone, 0))
-    whole = computed(stacked, lambda: {n: jnp.zeros_like(leaves[n]) for n in stacked})()
-    add = computed(stacked, with_layer, donate_argnums=0)
-    for layer in range(max(len(layouts[n].names) for n in stacked)):
-        whole = add(whole, from_files(stacked, layer), np.int32(layer))
-        if layer % _UNDER_WAY == 0:
-            jax.block_until_ready(whole)
-    return found | whole
 
 
 def save(
