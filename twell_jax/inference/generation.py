@@ -1,9 +1,9 @@
 """Continues a batch of token sequences, and turns new tokens into text as they come."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -11,11 +11,20 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
 from twell_jax.ffn.numeric import is_integer
+from twell_jax.inference import traces
 from twell_jax.inference.flat import Structure, flattened
 from twell_jax.inference.sampling import Sampling, key_of, keys_of_sequences, sample_each
-from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode, laid_out
+from twell_jax.models import (
+    DECODE_OPTIONS,
+    PREFILL_OPTIONS,
+    KVCache,
+    Transformer,
+    decode,
+    laid_out,
+)
 
 _MULTIPLE = 64
 # Steps of one program; they divide `_MULTIPLE`. For one sequence the host limits, and what a call
@@ -151,44 +160,49 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     capacity = cache_capacity(tokens.shape[1], max_tokens)
     params, programs = _programs_of(model, len(tokens), capacity, sampling)
     reads = params, tokens, lengths, jax.device_put(np.uint32(seed))  # once, not in each call
-    ready, both = None, programs.ready.get((tokens.shape, capacity))
-    if both is not None:
-        ready = both.result()
-    elif max_tokens > 1:
-        ready, both = _compile_both(programs, reads, capacity), Future()
-        both.set_result(ready)
+    if max_tokens == 1:
+        token, _ = programs.prefill(capacity, reads).call(*reads)
+        yield token[None]
+        return
+    if (both := programs.ready.get((tokens.shape, capacity))) is None:
+        both = Future()
+        both.set_result(_compile_both(programs, reads, capacity))
         programs.ready[tokens.shape, capacity] = both
-    token, stored = programs.prefill(*reads, capacity=capacity)
+    prefill, compiled = both.result()
+    token, stored = prefill(*reads)
     yield token[None]
-    if ready is not None:
-        ready.result()
+    extend = compiled.result()
     for _ in range(1, max_tokens, _TOGETHER):
-        token, new, stored = programs.extend(params, token, stored, reads[-1])
+        token, new, stored = extend(params, token, stored, reads[-1])
         new.copy_to_host_async()
         yield new
 
 
-def _compile_both(programs: "_Programs", reads: tuple, capacity: int) -> Future:
-    """Compiles both programs at the same time; the result says when `extend` is ready, too."""
+def _compile_both(programs: "_Programs", reads: tuple, capacity: int) -> tuple[Any, Future]:
+    """What reads prompts, compiled, and what appends tokens, once it is compiled, too."""
     params, *_, seed = reads
-    prefill, extend = programs.prefill, programs.extend
-    of_prefill = prefill.eval_shape(*reads, capacity=capacity)
-    lowered = prefill.lower(*reads, capacity=capacity)  # first, as Python runs one thread at a time
+    prefill, binds = programs.prefill(capacity, reads)
+    of_prefill = prefill.eval_shape(*reads)
+    lowered = prefill.lower(*reads)  # first, as Python runs one thread at a time
 
     def compile_extend():
-        place = next((param.sharding for param in params if _is_bound(param)), None)
-        if not isinstance(place, SingleDeviceSharding | None):
-            return  # the shardings of what `prefill` returns are XLA's choice
+        place = SingleDeviceSharding(jax.devices()[0]) if binds else None
+        place = next((param.sharding for param in params if _is_bound(param)), place)
+        is_known = isinstance(place, SingleDeviceSharding | None)
         token, stored = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), of_prefill
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place if is_known else None),
+            of_prefill,
         )
-        extend.lower(params, token, stored, seed).compile()
+        extend, _ = programs.extend((params, token, stored, seed))
+        if is_known:  # else the shardings of what `prefill` returns are XLA's choice
+            extend.lower(params, token, stored, seed).compile()
+        return extend
 
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(compile_extend)
     pool.shutdown(wait=False)
     lowered.compile()
-    return compiled
+    return prefill, compiled
 
 
 def _ahead(calls: Iterator[jax.Array]) -> Iterator[np.ndarray]:
@@ -215,14 +229,14 @@ class _Programs(NamedTuple):
     """The jitted calls of a model.
 
     Attributes:
-      prefill: reads prompts.
-      extend: appends tokens.
+      prefill: (the cache's capacity, arguments or their shapes) -> what reads prompts.
+      extend: arguments or their shapes -> what appends tokens.
       ready: of each shape of the prompts with a capacity, the results of `_compile_both`.
     """
 
-    prefill: Any
-    extend: Any
-    ready: dict[tuple, Future[Future]]
+    prefill: Callable[[int, tuple], traces.Jitted]
+    extend: Callable[[tuple], traces.Jitted]
+    ready: dict[tuple, Future[tuple[Any, Future]]]
 
 
 def _programs_of(
@@ -230,21 +244,23 @@ def _programs_of(
 ) -> tuple[list, _Programs]:
     """The parameters as the programs take them, and these."""
     params, structure = flattened(laid_out(model, batch, capacity))
-    return params, _programs(structure, sampling)
+    return params, _programs(structure, model.config, sampling)
 
 
 @cache  # a step would take longer to look for its program by a whole graph
-def _programs(structure: Structure, sampling: Sampling) -> _Programs:
+def _programs(structure: Structure, config: ModelConfig, sampling: Sampling) -> _Programs:
     """Those of a model."""
+    said, jitted = (structure.said, sampling), {}
 
-    @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
-    def prefill(params, tokens, lengths, seed, *, capacity):
-        """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
-        logits, stored = structure.merged(params).prefill(tokens, capacity, lengths)
-        keys = keys_of_sequences(key_of(seed), len(tokens))
-        return sample_each(logits, keys, stored.lengths, sampling), stored
+    def prefill_with(capacity: int) -> Any:
+        def prefill(params, tokens, lengths, seed):
+            """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
+            logits, stored = structure.merged(params).prefill(tokens, capacity, lengths)
+            keys = keys_of_sequences(key_of(seed), len(tokens))
+            return sample_each(logits, keys, stored.lengths, sampling), stored
 
-    @partial(jax.jit, donate_argnames="stored", compiler_options=DECODE_OPTIONS)
+        return prefill
+
     def extend(params, token, stored, seed):
         """Appends to each row the tokens after `token: int32 [B]`, each of which the cache takes.
 
@@ -261,7 +277,22 @@ def _programs(structure: Structure, sampling: Sampling) -> _Programs:
         (token, stored), new = jax.lax.scan(step, (token, stored), length=_TOGETHER)
         return token, new, stored
 
-    return _Programs(prefill, extend, {})
+    def of_prompts(capacity: int, reads: tuple) -> traces.Jitted:
+        shape = reads[1].shape
+        if (shape, capacity) not in jitted:
+            cache = jax.eval_shape(lambda: KVCache.empty(config, shape[0], capacity))
+            of, options = (*said, "prefill", capacity), {"compiler_options": PREFILL_OPTIONS}
+            jitted[shape, capacity] = traces.jit(
+                prefill_with(capacity), reads, of, (0, cache), **options
+            )
+        return jitted[shape, capacity]
+
+    def of_tokens(args: tuple) -> traces.Jitted:
+        _, token, stored, _ = args
+        options = {"donate_argnums": 2, "compiler_options": DECODE_OPTIONS}
+        return traces.jit(extend, args, (*said, "extend"), (token, token, stored), **options)
+
+    return _Programs(of_prompts, of_tokens, {})
 
 
 def stream_text(

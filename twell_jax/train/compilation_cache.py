@@ -63,6 +63,17 @@ def enable() -> None:
     warnings.showwarning = partial(_show, warnings.showwarning, directory)
 
 
+def directory_of(name: str) -> Path | None:
+    """Where commands keep something else that compiled programs follow from; None: nowhere."""
+    kept = jax.config.jax_compilation_cache_dir
+    if kept is None or not jax.config.jax_enable_compilation_cache:
+        return None
+    with contextlib.suppress(OSError):
+        beside = user_cache.directory()
+        return beside / name if kept == str(beside / "compiled") else None
+    return None
+
+
 def _show(
     show: Callable[..., None],
     directory: Path,

@@ -10,35 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as of_jax
 
 from tests.twell_jax import drawn, untrained
 from twell_jax import analyze, evaluate, export, generate, measure, quantise
 from twell_jax.train import command, compilation_cache
 
 ROOT = Path(__file__).parents[3]
-NAMES = (
-    "jax_compilation_cache_dir",
-    "jax_enable_compilation_cache",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_compilation_cache_max_size",
-)
 
 
 @pytest.fixture
-def directory(tmp_path, monkeypatch):
-    """Of the programs that are kept, as if JAX had just been imported without settings."""
-    before = {name: getattr(jax.config, name) for name in NAMES}
-    for name, value in dict(zip(NAMES, (None, True, 1.0, -1), strict=True)).items():
-        monkeypatch.delenv(name.upper(), raising=False)
-        jax.config.update(name, value)
-    monkeypatch.setenv("TWELL_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    of_jax.reset_cache()
-    yield tmp_path / "cache/compiled"
-    for name, value in before.items():
-        jax.config.update(name, value)
-    of_jax.reset_cache()
+def directory(kept_programs):
+    return kept_programs
 
 
 def compile_and_run():
