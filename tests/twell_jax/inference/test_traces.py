@@ -130,8 +130,15 @@ def test_what_cannot_be_exported_is_jitted(traced):
     np.testing.assert_array_equal(jitted.call(np.ones(3, np.float32)), -np.ones(3))
 
 
-def test_a_second_command_generates_the_same_without_tracing(traced, monkeypatch):
-    model = drawn.small(vocab_size=257, context=32)
+IN_ONE_LAUNCH = {
+    "d_model": 512, "heads": 8, "d_ff": 2176, "dtype": "bfloat16", "param_dtype": "bfloat16",
+    "decode_implementation": "mosaic",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param(IN_ONE_LAUNCH, marks=pytest.mark.gpu)])
+def test_a_second_command_generates_the_same_without_tracing(traced, monkeypatch, settings):
+    model = drawn.small(vocab_size=257, context=32, **settings)
     calls, decode = [], generation.decode
     monkeypatch.setattr(generation, "decode", lambda *args: (calls.append(1), decode(*args))[1])
 
