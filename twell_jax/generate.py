@@ -19,7 +19,7 @@ from typing import get_args
 import numpy as np
 
 from twell_jax.ffn import Implementation
-from twell_jax.inference import language_model
+from twell_jax.inference import language_model, traces
 from twell_jax.inference.arguments import DIRECTORY, at_least, command_line, unicode_text
 from twell_jax.inference.generation import ENDED, cache_capacity, generate, prepare, stream_text
 from twell_jax.inference.rates import Timed
@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with interrupt.at_once():
             compilation_cache.enable()
+            traces.enable()
             _print_continuations(args)
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")

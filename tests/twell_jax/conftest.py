@@ -6,6 +6,7 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache as of_jax
 
 from tests.twell_jax.configs import VALID
+from twell_jax.inference import traces
 
 _SETTINGS = (
     "jax_compilation_cache_dir",
@@ -32,6 +33,7 @@ def kept_programs(tmp_path, monkeypatch):
         jax.config.update(name, value)
     monkeypatch.setenv("TWELL_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(traces, "_directory", None)
     of_jax.reset_cache()
     yield tmp_path / "cache/compiled"
     for name, value in before.items():

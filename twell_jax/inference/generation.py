@@ -250,7 +250,7 @@ def _programs_of(
 @cache  # a step would take longer to look for its program by a whole graph
 def _programs(structure: Structure, config: ModelConfig, sampling: Sampling) -> _Programs:
     """Those of a model."""
-    said, jitted = (structure.said, sampling), {}
+    said, jitted = (structure.said, sampling), dict[tuple, traces.Jitted]()
 
     def prefill_with(capacity: int) -> Any:
         def prefill(params, tokens, lengths, seed):
@@ -277,20 +277,20 @@ def _programs(structure: Structure, config: ModelConfig, sampling: Sampling) -> 
         (token, stored), new = jax.lax.scan(step, (token, stored), length=_TOGETHER)
         return token, new, stored
 
+    def once(function: Any, args: tuple, of: tuple, results: Any, **options: Any) -> traces.Jitted:
+        shapes = tuple((a.shape, a.dtype) for a in jax.tree.leaves(args))
+        if (of, shapes) not in jitted:
+            jitted[of, shapes] = traces.jit(function, args, (*said, *of), results, **options)
+        return jitted[of, shapes]
+
     def of_prompts(capacity: int, reads: tuple) -> traces.Jitted:
-        shape = reads[1].shape
-        if (shape, capacity) not in jitted:
-            cache = jax.eval_shape(lambda: KVCache.empty(config, shape[0], capacity))
-            of, options = (*said, "prefill", capacity), {"compiler_options": PREFILL_OPTIONS}
-            jitted[shape, capacity] = traces.jit(
-                prefill_with(capacity), reads, of, (0, cache), **options
-            )
-        return jitted[shape, capacity]
+        cache = jax.eval_shape(lambda: KVCache.empty(config, len(reads[1]), capacity))
+        function, of = prefill_with(capacity), ("prefill", capacity)
+        return once(function, reads, of, (0, cache), compiler_options=PREFILL_OPTIONS)
 
     def of_tokens(args: tuple) -> traces.Jitted:
-        _, token, stored, _ = args
         options = {"donate_argnums": 2, "compiler_options": DECODE_OPTIONS}
-        return traces.jit(extend, args, (*said, "extend"), (token, token, stored), **options)
+        return once(extend, args, ("extend",), (0, 0, args[2]), **options)
 
     return _Programs(of_prompts, of_tokens, {})
 

@@ -32,6 +32,18 @@ _CHECKS = [
 ]
 
 
+_directory: Path | None = None
+
+
+def enable() -> None:
+    """From now on, traces are kept where JAX keeps compiled programs by our own setting.
+
+    For commands: settings of context managers and meshes are not among what a trace is found by.
+    """
+    global _directory
+    _directory = compilation_cache.directory_of("traced")
+
+
 class Jitted(NamedTuple):
     """A jitted function.
 
@@ -60,13 +72,13 @@ def jit(
       results: a tree as the function returns it.
       options: of `jax.jit`.
     """
-    directory = compilation_cache.directory_of("traced")
     leaves, tree = jax.tree.flatten(tuple(args))
     plain = Jitted(jax.jit(function, **options), binds=False)
-    if directory is None or any(_is_elsewhere(leaf) for leaf in leaves):
+    is_usual = jax.config.jax_default_device is None and jax.sharding.get_abstract_mesh().empty
+    if _directory is None or not is_usual or any(map(_is_elsewhere, leaves)):
         return plain
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    path = directory / f"{_digest(of, tree, shapes)}.trace"
+    path = _directory / f"{_digest(of, tree, shapes)}.trace"
     exported = _read(path) or _trace(function, tree, shapes, path)
     if exported is None:
         return plain
@@ -87,12 +99,15 @@ def _is_elsewhere(leaf: Any) -> bool:
 
 def _digest(of: Sequence[object], tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> str:
     device = jax.devices()[0]
+    # Kernels are made for so many SMs, and refused where XLA may run several at a time.
+    of_device = [getattr(device, name, None) for name in ("device_kind", "core_count")]
     settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
-    variables = sorted(item for item in os.environ.items() if item[0].startswith("TWELL_JAX_"))
+    read = ("TWELL_JAX_", "XLA_FLAGS")
+    variables = sorted(item for item in os.environ.items() if item[0].startswith(read))
     found = b""
     with contextlib.suppress(OSError):
         found = measured.file_of(device.device_kind).read_bytes()
-    parts = [of, str(tree), shapes, device.device_kind, settings, variables, found, _software()]
+    parts = [of, str(tree), shapes, of_device, settings, variables, found, _software()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -102,7 +117,7 @@ def _software() -> str:
     found = hashlib.sha256(repr([m.__version__ for m in (jax, jaxlib, flax)]).encode())
     for package in ("twell_jax", "pallas_kernels"):
         root = Path(str(files(package)))
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted(filter(Path.is_file, root.rglob("*.py"))):
             found.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return found.hexdigest()
 
@@ -134,13 +149,17 @@ def _trace(
         exported = traced(*shapes)
     except (NotImplementedError, ValueError):  # of effects, or of a call that JAX may change
         return None
-    serialized = bytes(exported.serialize())
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(serialized).digest() + serialized)
-        os.replace(file.name, path)
-        by_use = sorted(path.parent.glob("*.trace"), key=lambda p: p.stat().st_mtime)
-        for old in by_use[:-_MOST]:
-            old.unlink()
+    with contextlib.suppress(OSError):  # it is then traced the next time, too
+        _write(path, bytes(exported.serialize()))
     return exported
+
+
+def _write(path: Path, serialized: bytes) -> None:
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        whole = Path(directory) / path.name
+        whole.write_bytes(hashlib.sha256(serialized).digest() + serialized)
+        whole.replace(path)
+    by_use = sorted(path.parent.glob("*.trace"), key=lambda p: p.stat().st_mtime)
+    for old in by_use[:-_MOST]:
+        old.unlink()

@@ -1,5 +1,7 @@
 """Traced programs are found again by other processes, and only where they are the same."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ RESULTS = 0, {"sum": 0}
 def traced(kept_programs):
     """The directory of traces, as in a command."""
     compilation_cache.enable()
+    traces.enable()
     return kept_programs.parent / "traced"
 
 
@@ -49,6 +52,7 @@ def test_a_trace_is_found_again(traced):
 
 
 def test_without_a_cache_of_commands_nothing_is_kept(kept_programs):
+    traces.enable()
     counts = []
     for _ in range(2):
         assert not call(counts).binds
@@ -77,12 +81,14 @@ def precision():
     jax.config.update("jax_default_matmul_precision", before)
 
 
-@pytest.mark.parametrize("name", ["setting", "variable", "source"])
+@pytest.mark.parametrize("name", ["setting", "variable", "flag", "source"])
 def test_what_else_decides_counts(traced, precision, name, monkeypatch):
     counts = []
     call(counts)
     if name == "variable":
         monkeypatch.setenv("TWELL_JAX_IMPLEMENTATION", "xla")
+    elif name == "flag":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_graph_enable_concurrent_region=true")
     elif name == "source":
         monkeypatch.setattr(traces, "_software", lambda: "another version")
     else:
@@ -111,6 +117,24 @@ def test_arguments_are_donated(traced):
         jitted = traces.jit(counting([]), (a, b), ("double",), RESULTS, donate_argnums=0)
         assert jitted.call(a, b)[0].tolist() == [2, 2, 2]
         assert a.is_deleted() and not b["x"].is_deleted()
+
+
+def test_on_meshes_and_other_devices_nothing_is_kept(traced):
+    given = counting([]), ARGS, ("double",), RESULTS
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])):
+        assert not traces.jit(*given).binds
+    function, _, *more = given
+    other = jax.device_put(ARGS, jax.devices()[1])
+    assert not traces.jit(function, other, *more).binds
+    assert not traced.exists()
+
+
+def test_what_cannot_be_written_leaves_nothing(traced, monkeypatch):
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    counts = []
+    for _ in range(2):
+        assert call(counts).binds
+    assert len(counts) == 2 and not [*traced.iterdir()]
 
 
 def test_those_that_were_used_last_stay(traced, monkeypatch):
