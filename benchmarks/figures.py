@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import estimate, figures_of_runs
+from benchmarks import estimate, figures_of_runs, figures_of_torch
 from benchmarks.quotes import (
     Figure,
     Number,
@@ -34,7 +34,7 @@ BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-pro
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS = f"gradients-{_H200}"
-PRECISION, TORCH = f"precision-{_H200}", f"torch_block-{_H200}"
+PRECISION = f"precision-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
 
@@ -100,11 +100,6 @@ def _in_float8(config: str) -> dict[str, Figure]:
     }
 
 
-def _in_torch(direction: str, m: int, pattern: str = "recorded") -> dict[str, Any]:
-    """The rows of a block of torch without dense tokens."""
-    return {"direction": direction, "m": m, "pattern": pattern, "heavy_rows": 0}
-
-
 _MODELS = {
     "scoring-2b": Figure(speedup(SCORING, {"model": "2b", "direction": "forward"}, "mosaic, relu")),
     "silu-scoring": Figure(
@@ -136,38 +131,6 @@ _MODELS = {
     ),
     "step-2b-silu": Figure(_over_silu("2b")),
     "step-0p5b-silu": Figure(_over_silu("0p5b")),
-    **{
-        f"torch-{name}": Figure(speedup(TORCH, _in_torch(direction, m), "kernels"))
-        for name, direction, m in (
-            ("forward", "forward", 16384),
-            ("forward-8192", "forward", 8192),
-            ("forward-4096", "forward", 4096),
-            ("gradients", "forward and backward", 16384),
-            ("gradients-8192", "forward and backward", 8192),
-            ("gradients-4096", "forward and backward", 4096),
-        )
-    },
-    **{
-        f"torch-graph-{m}": Figure(
-            speedup(TORCH, _in_torch("forward, CUDA graph", m), "kernels, laid out")
-        )
-        for m in (1, 8, 64)
-    },
-    **{
-        f"torch-{name}-published-{pattern}": Figure(
-            ratio(
-                TORCH,
-                _in_torch(direction, 16384, pattern) | {"implementation": "published"},
-                _in_torch(direction, 16384, pattern) | {"implementation": "kernels"},
-                "ms",
-            )
-        )
-        for name, direction in (("forward", "forward"), ("gradients", "forward and backward"))
-        for pattern in ("recorded", "skewed")
-    },
-    "torch-scoring": Figure(
-        speedup(f"torch_scoring-{_H200}", {"model": "2b"}, "kernels, compiled")
-    ),
     **_in_float8("2b"),
     **_in_float8("0p5b"),
     **{
@@ -400,5 +363,6 @@ FIGURES: dict[str, Figure] = {
     **_BLOCKS,
     **_ESTIMATES,
     **figures_of_runs.FIGURES,
+    **figures_of_torch.FIGURES,
     **study.FIGURES,
 }

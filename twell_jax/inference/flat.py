@@ -1,6 +1,5 @@
 """A model as a list of its parameters, which a call flattens sooner, and the rest of it."""
 
-import re
 from dataclasses import dataclass
 
 import jax
@@ -20,11 +19,6 @@ class Structure:
 
     graph: nnx.GraphDef
     tree: jax.tree_util.PyTreeDef
-
-    @property
-    def said(self) -> str:
-        """The same in words, which another process finds, too."""
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
 
     def merged(self, params: list[jax.Array]) -> Transformer:
         """The model with these parameters."""

@@ -250,7 +250,7 @@ def _programs_of(
 @cache  # a step would take longer to look for its program by a whole graph
 def _programs(structure: Structure, config: ModelConfig, sampling: Sampling) -> _Programs:
     """Those of a model."""
-    said, jitted = (structure.said, sampling), dict[tuple, traces.Jitted]()
+    jitted: dict[tuple, traces.Jitted] = {}
 
     def prefill_with(capacity: int) -> Any:
         def prefill(params, tokens, lengths, seed):
@@ -280,7 +280,9 @@ def _programs(structure: Structure, config: ModelConfig, sampling: Sampling) -> 
     def once(function: Any, args: tuple, of: tuple, results: Any, **options: Any) -> traces.Jitted:
         shapes = tuple((a.shape, a.dtype) for a in jax.tree.leaves(args))
         if (of, shapes) not in jitted:
-            jitted[of, shapes] = traces.jit(function, args, (*said, *of), results, **options)
+            jitted[of, shapes] = traces.jit(
+                function, args, (structure, sampling, *of), results, **options
+            )
         return jitted[of, shapes]
 
     def of_prompts(capacity: int, reads: tuple) -> traces.Jitted:
