@@ -89,9 +89,8 @@ def _over_silu(config: str) -> Number:
 def _in_float8(config: str) -> dict[str, Figure]:
     """How many times as fast sparse steps with products of 8-bit operands are as dense ones."""
     record, sparse = f"training-float8-{config}-{_H200}", {"implementation": "sparse, relu, float8"}
-    others = {"": "xla, relu"}
-    if config == "2b":
-        others |= {"-over-dense": "xla, relu, float8", "-over-silu": "xla, silu"}
+    others = {"": "xla, relu", "-over-dense": "xla, relu, float8", "-over-qwix": "qwix, relu"}
+    others |= {"-over-silu": "xla, silu"} if config == "2b" else {}
     return {
         f"step-float8-{config}{name}": Figure(
             ratio(record, {"implementation": other}, sparse, "ms")

@@ -50,7 +50,9 @@ REMARKS = {
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
-    "training-float8-0p5b-nvidia-h200-20261128-2": "Other programs ran on the other GPU.",
+    "training-float8-0p5b-nvidia-h200-20261129-2": "Tests ran on the other GPU.",
+    "training-float8-2b-nvidia-h200-20261129-4": "The run ended before SiLU in float8. Tests "
+    "ran on the other GPU.",
     "precision-nvidia-h200-20261128": "Logits and their gradient for tokens had operands of 8 "
     "bits, of which the gradient no longer has. Several runs shared a GPU.",
     "precision-nvidia-h200-20261128-2": "Several runs shared a GPU. Without logits in 8 bits, but "
