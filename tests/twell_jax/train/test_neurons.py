@@ -200,6 +200,7 @@ def train(trainer, batches, dead, sort=True):
     run, measured = trainer._config, []
     with jax.set_mesh(trainer.mesh):
         state = jax.device_put(with_dead(trainer.init(), dead), trainer._shardings)
+        state = trainer.with_rounded(state)
         for step, tokens in enumerate(batches):
             state, metrics = trainer.step(state, trainer.put_batch(tokens), L1)
             measured.append(jax.device_get(metrics))
