@@ -11,6 +11,8 @@ A finite pattern fits into a share of the memory if neither is larger. Tokens th
 do not count in the first.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -32,10 +34,12 @@ def of_packed(chunks: jax.Array, slots: jax.Array, m: int, h: int) -> tuple[jax.
       chunks: int32 [], that all unions have, of `tile_union.needs_of`.
       slots: int32 [], that all lists have.
     """
-    tiles = -(-m // TILE_TOKENS)
-    all_slots = tiles * TILE_TOKENS * (h // GROUP_NEURONS)
-    chunks, slots = (a.astype(jnp.float32) for a in (chunks, slots))
-    return chunks / (tiles * (h // CHUNK_NEURONS)), slots / all_slots
+    return chunks / (-(-m // TILE_TOKENS) * (h // CHUNK_NEURONS)), listed(slots, m, h)
+
+
+def listed(slots: Any, m: int, h: int) -> Any:
+    """The second of them alone, of an array or of a number on the host."""
+    return slots / (-(-m // TILE_TOKENS) * TILE_TOKENS * (h // GROUP_NEURONS))
 
 
 def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]:

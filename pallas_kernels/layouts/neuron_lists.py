@@ -18,6 +18,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 SLOT_ALIGNMENT = 64  # lists begin at multiples of it, so each takes a multiple of so many slots
@@ -74,6 +75,6 @@ def list_lengths(counts: jax.Array, m: int) -> jax.Array:
     return jnp.sum(is_listed, axis=1, dtype=jnp.int32)
 
 
-def slots_for(lengths: jax.Array) -> jax.Array:
+def slots_for[Array: (jax.Array, np.ndarray)](lengths: Array) -> Array:
     """How many slots each list of these lengths, int32 `[H / 64]`, needs."""
     return -(-lengths // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

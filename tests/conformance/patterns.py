@@ -8,7 +8,7 @@ from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
 from tests.conformance.cases import draw
 from twell_jax.ffn import dispatch, unions
-from twell_jax.ffn.unions import Way
+from twell_jax.ffn.residuals import Way
 
 SHAPE = 700, 128, 512  # M, D, H: the same for most cases, so that they share a compiled program
 PATTERNS = {  # every how many tokens one is dense, the threshold, the capacity; the way

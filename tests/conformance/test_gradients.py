@@ -33,7 +33,7 @@ from tests.errors import ROUNDING, relative_error
 from tests.pattern_shares import fired_tiles, shares
 from twell_jax import config, sparse_ffn
 from twell_jax.ffn import RESIDUALS, dispatch
-from twell_jax.ffn.unions import Way
+from twell_jax.ffn.residuals import Way
 from twell_jax.models import sharding
 from twell_jax.train.trainer import Trainer
 

@@ -15,7 +15,7 @@ from tests.devices import make_mesh, place
 from tests.errors import ROUNDING, relative_error
 from twell_jax import explain, sparse_ffn
 from twell_jax.ffn import CannotServe, Windows, dispatch
-from twell_jax.ffn.unions import Way
+from twell_jax.ffn.residuals import Way
 
 M, D, _ = SHAPE
 GRIDS = {  # tokens of a sequence and of a window

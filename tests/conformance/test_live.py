@@ -15,7 +15,8 @@ from tests.conformance.cases import ALGORITHMS, draw, either_form, gradients, sp
 from tests.devices import make_mesh, place
 from tests.errors import ROUNDING, relative_error
 from twell_jax import CannotServe, explain, sparse_ffn
-from twell_jax.ffn import dispatch, unions
+from twell_jax.ffn import dispatch
+from twell_jax.ffn.residuals import dense_is_faster
 
 SERVE = pytest.mark.parametrize("algorithm", ["xla", "few_tokens", "unions"])
 H = 512
@@ -110,7 +111,7 @@ def test_gradients(back_end, gated, capacity, threshold, some):
     compiled_reference = jax.jit(functools.partial(gradients, dense))
     for live in (0, some):
         out, (_, stats) = ours(operands, dy, live)
-        assert unions.dense_is_faster(stats.listed) == (threshold < 2 and live > 0)
+        assert dense_is_faster(stats.listed) == (threshold < 2 and live > 0)
         cut = [operands[0], *(None if w is None else w[:live] for w in operands[1:])]
         assert stats.overflow == (capacity < 1 and live > 0)
         for array in jax.tree.leaves(out[1:]):

@@ -106,7 +106,7 @@ def sparse_gradients(
     """The block on unions, with sparse gradients; forward-mode differentiation is not supported.
 
     If the pattern exceeds `capacity`, the gradients are computed densely; if lists are long, those
-    for the weights (`unions.dense_is_faster`).
+    for the weights (`residuals.dense_is_faster`).
 
     With `in_8_bits` the gate's product has operands of 8 bits in the forward.
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.layouts.neuron_lists import slots_for
 from pallas_kernels.weights import DTYPES, Weights
 from twell_jax.ffn import activations, api, dispatch, unions, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.ffn.residuals import Deciding, Residuals
 from twell_jax.ffn.stats import FFNStats
 
 _TRANSPOSED = 8  # rows and columns of which a kernel transposes a multiple
@@ -24,13 +26,16 @@ class Passes(NamedTuple):
     """Functions of the operands `x: [M, D]`, w_gate, `[H, D]` or None, w_up and w_down, `[H, D]`.
 
     Attributes:
-      forward: operands -> y, the statistics, and a tree of what the backward needs besides them,
-        whose first array is the way of the backward, int32 `[1]`.
+      forward: operands -> y, the statistics, and a tree of what the backward needs besides them.
+      deciding: that tree -> the arrays of it, int32, that the way of the backward follows from.
+      way: their values on the host -> the way.
       backward: (the way, that tree, operands, the gradients for y and for the sum of |h| over all
         tokens) -> those for the operands, None for None.
     """
 
     forward: Callable[..., tuple[jax.Array, FFNStats, Any]]
+    deciding: Callable[[Any], Sequence]
+    way: Callable[..., int]
     backward: Callable[..., list[jax.Array | None]]
 
 
@@ -58,15 +63,23 @@ def of_block(operands: Sequence, activation: Activation, gradients: LayerGradien
     def forward(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, FFNStats, Any]:
         given = kernels, act, x, Weights(*weights)
         output, kept = unions.forward_with_residuals(*given, capacity=capacity)
-        return *output.with_stats(kept.overflow), (kept.way(len(x), capacity)[None], kept)
+        return *output.with_stats(kept.overflow), kept
+
+    def deciding(kept: Residuals) -> Sequence:
+        return kept.needs, kept.lengths, kept.heavy_count
+
+    def way(needs: np.ndarray, lengths: np.ndarray, heavy: np.ndarray) -> int:
+        h = len(w_down)
+        found = Deciding(needs, slots_for(lengths).sum(), heavy[0])
+        return int(found.way(unions.room(h, len(x), capacity), len(x), h, capacity))
 
     def backward(way, kept, operands, dy, of_sum):
         x, *weights = operands
-        given = kernels, act, kept[1], x, Weights(*weights), dy, of_sum
+        given = kernels, act, kept, x, Weights(*weights), dy, of_sum
         of_x, of_weights = unions.backward(*given, capacity=capacity, way=way)
         return [of_x, of_weights.gate, of_weights.up, of_weights.down]
 
-    return Passes(forward, backward)
+    return Passes(forward, deciding, way, backward)
 
 
 def transpose(matrix: jax.Array, w_down: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
@@ -83,7 +96,7 @@ def _with_dense_gradients(activation: Activation) -> Passes:
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, FFNStats, Any]:
         y, stats = api.sparse_ffn(*operands, activation=activation, implementation="mosaic")
-        return y, stats, jnp.zeros(1, jnp.int32)
+        return y, stats, ()
 
     def backward(way, kept, operands, dy, of_sum):
         del way, kept
@@ -95,4 +108,4 @@ def _with_dense_gradients(activation: Activation) -> Passes:
         _, vjp = jax.vjp(block, *operands)
         return [*vjp((dy, of_sum))]
 
-    return Passes(forward, backward)
+    return Passes(forward, lambda kept: kept, lambda: 0, backward)

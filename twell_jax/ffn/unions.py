@@ -13,10 +13,9 @@ instead, from what is on the unions. The tokens outside these, if there are any,
 computes their part.
 """
 
-import enum
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,83 +24,14 @@ from jax import lax
 from pallas_kernels import in_place, pattern_shares, quantised
 from pallas_kernels.kernels import BlockKernels
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
-from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
+from pallas_kernels.layouts.neuron_lists import list_lengths, slots_for
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY
 from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import dense_gradients, union_lasso
+from twell_jax.ffn.residuals import FEW, Residuals, may_be_dense
 from twell_jax.ffn.stats import Output
 from twell_jax.ffn.union_lasso import TokenWindows, WindowSums
-
-
-class Way(enum.IntEnum):
-    """How `backward` computes the gradients; only the device knows."""
-
-    RECOMPUTE = 0  # densely from the operands, as what was kept is not complete
-    SPARSE = 1  # by the kernels, as unions and lists hold all tokens
-    SPARSE_AND_FEW = 2  # by the kernels, and for up to `_FEW` tokens outside the unions by XLA
-    SPARSE_AND_HEAVY = 3  # the same, for up to `MAX_HEAVY` of them
-    DENSE = 4  # as for `SPARSE`, but those for weights by dense products, as these are faster
-    DENSE_AND_HEAVY = 5  # the same, and for tokens outside the unions besides
-
-
-_FEW = 64  # outside the unions, as of most patterns: `MAX_HEAVY` rows would be padding for them
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Residuals:
-    """What the forward keeps for the backward, besides its operands.
-
-    Attributes:
-      hidden: h and the gates, as blocks from `union_up`.
-      plan: which neurons and tokens each block holds.
-      needs: int32 `[2]`, of `tile_union.needs_of`.
-      lists: the tokens that use each group of neurons.
-      lengths: int32 `[H / 64]`, of the lists, before any is cut off.
-      heavy_count: int32 `[1]`, how many tokens are outside the unions.
-      heavy: int32 `[M or more]`, these tokens; unspecified from `heavy_count` on.
-      heavy_hidden: `[2, 256, H]`, their gates and h, or `[1, 256, H]`, h alone, in the non-gated
-        form; unspecified from row `heavy_count` on.
-      window_sums: what the gradient of the lasso follows from, always complete; None without it.
-    """
-
-    hidden: jax.Array
-    plan: Plan
-    needs: jax.Array
-    lists: NeuronLists
-    lengths: jax.Array
-    heavy_count: jax.Array
-    heavy: jax.Array
-    heavy_hidden: jax.Array
-    window_sums: WindowSums | None = None
-
-    # Computed where they are used, by one kernel with what uses them; as fields each would be one.
-
-    @property
-    def fits(self) -> jax.Array:
-        """Whether the pattern fits into the capacity: bool []. Else other fields are incomplete."""
-        lists_fit = self.lists.wanted(self.lengths) <= self.lists.tokens.size
-        return lists_fit & (self.heavy_count[0] <= MAX_HEAVY) & (self.needs[1] == 0)
-
-    @property
-    def overflow(self) -> jax.Array:
-        """Whether the pattern exceeded the capacity: float32 [], 1 or 0."""
-        return (~self.fits).astype(jnp.float32)
-
-    def way(self, m: int, capacity: float) -> jax.Array:
-        """The `Way` for m tokens, int32 []."""
-        h, slots = GROUP_NEURONS * self.lengths.size, self.lists.wanted(self.lengths)
-        _, listed = pattern_shares.of_packed(self.needs[0], slots, m, h)
-        dense = _may_be_dense(capacity) and dense_is_faster(listed)
-        count = self.heavy_count[0]
-        way = jnp.where(dense, Way.DENSE, Way.SPARSE + (count > _FEW)) + (count > 0)
-        return jnp.where(self.fits, way, Way.RECOMPUTE).astype(jnp.int32)
-
-    def heavy_tokens(self, most: int, m: int) -> jax.Array:
-        """The tokens outside the unions, int32 `[most]` or fewer, padded with m."""
-        tokens = self.heavy[:most]
-        return jnp.where(jnp.arange(tokens.size) < self.heavy_count, tokens, m)
 
 
 def forward(
@@ -217,7 +147,7 @@ def _forward(
     if capacity is None:
         slots = jnp.sum(slots_for(list_lengths(late(counts), m)))
     else:
-        size = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
+        size = room(len(weights.down), m, capacity)
         y, counts = in_place.barrier((y, counts))  # not between kernels that overlap
         lists, lengths = kernels.neuron_lists(counts, m, size)
         slots = lists.wanted(lengths)
@@ -230,26 +160,15 @@ def _forward(
     return output, Residuals(hidden, plan, needs, lists, lengths, *of_heavy)
 
 
+def room(h: int, m: int, capacity: float) -> int:
+    """The slots of all lists of h neurons and m tokens."""
+    tokens = -(-m // tile_union.TILE_TOKENS) * tile_union.TILE_TOKENS
+    return _part(capacity, h // GROUP_NEURONS * tokens // GROUP_NEURONS) * GROUP_NEURONS
+
+
 def _part(capacity: float, n: int) -> int:
     """That fraction of n, at least 1."""
     return max(1, int(capacity * n))
-
-
-def dense_is_faster(listed: jax.Array | float) -> jax.Array | bool:
-    """Whether dense products for the weights take less time than sums over the lists.
-
-    In shares of the time of dense forward and backward, sums take 0.54 listed, with what stores the
-    lists, and dense products 0.41; see docs/design/0009-sparse-gradients.md.
-
-    Args:
-      listed: as in `FFNStats`.
-    """
-    return 0.54 * listed > 0.41
-
-
-def _may_be_dense(capacity: float) -> bool:
-    """Whether they may be, for a pattern that fits; if not, no memory is reserved for them."""
-    return bool(dense_is_faster(capacity))
 
 
 def backward(
@@ -290,8 +209,8 @@ def backward(
     of_lists = jax.jit(functools.partial(_from_lists, kernels))
     sparse = functools.partial(_sparse_backward, of_unions, of_lists)
     dense = functools.partial(_dense_backward, of_unions)
-    ways = [(sparse, 0), (sparse, _FEW), (sparse, MAX_HEAVY)]  # with at most so many heavy tokens
-    if _may_be_dense(capacity):
+    ways = [(sparse, 0), (sparse, FEW), (sparse, MAX_HEAVY)]  # with at most so many heavy tokens
+    if may_be_dense(capacity):
         ways += [(dense, 0), (dense, MAX_HEAVY)]
     branches: list[Callable] = [  # in the order of `Way`
         functools.partial(dense_gradients.of_operands, act, in_8_bits),

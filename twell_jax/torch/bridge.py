@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -33,24 +34,31 @@ class Programs(NamedTuple):
     Attributes:
       infer: operands -> y alone.
       launched: a GPU -> `infer` as torch launches it; None if JAX has to.
-      forward: operands -> y, l1, the other statistics and what is small of what the backward needs
-        as one array (see `_packed`), and the rest of that.
+      forward: operands -> y, the statistics but l1 and what is small of what the backward needs as
+        one array (see `_packed`), the rest of that, and l1.
+      launched_forward: a GPU -> the same without statistics, as torch launches it: the array has
+        nothing where these would be, and l1 is left out. None if JAX has to.
       backward: the way of the backward -> the program (operands, the parts of the packed array, the
         rest, the gradients for y and the sum of |h|, which may be None) -> those for the operands.
       launched_backward: (the way, a GPU, whether there is that for the sum) -> `backward` as torch
         launches it; None if JAX has to.
       results: the shapes of what `forward` returns.
       parts: what is small of what the backward needs: where in the packed array it begins, and its
-        shape; all are int32, and the first is the way of the backward.
+        shape; all are int32.
+      deciding: the part of the packed array that the way of the backward follows from.
+      way: that part, on the host -> the way; None if a number of it is not there yet but negative.
     """
 
     infer: Callable[..., list[jax.Array]]
     launched: Callable[[torch.device], launches.Program | None]
     forward: Callable[..., list[jax.Array]]
+    launched_forward: Callable[[torch.device], launches.Program | None]
     backward: Callable[[int], Callable[..., list[jax.Array]]]
     launched_backward: Callable[[int, torch.device, bool], launches.Program | None]
     results: list[Shape]
     parts: list[Part]
+    deciding: slice
+    way: Callable[[np.ndarray], int | None]
 
 
 def programs(
@@ -92,10 +100,12 @@ def _programs(
     passes = of_block(like, act, _gradients_of(gradients))
     _, stats, kept = jax.eval_shape(passes.forward, *like)
     leaves, structure = jax.tree.flatten(kept)
+    deciding = passes.deciding(kept)
+    order = sorted(range(len(leaves)), key=lambda n: _place(leaves[n], deciding))
     _, *others = jax.tree.leaves(stats)  # which l1 comes first of
-    small, _ = _by_size(leaves)
+    small = [leaves[n] for n in order if _is_small(leaves[n])]
     sizes = [sum(a.size for a in others), *(a.size for a in small)]
-    begins = list(accumulate(map(_padded, sizes)))
+    *begins, size = accumulate(map(_padded, sizes))
 
     def infer(operands: Sequence) -> list:
         return [sparse_ffn(*upright(operands), activation=act, implementation="mosaic")[0]]
@@ -104,23 +114,38 @@ def _programs(
     def forward(operands: Sequence) -> list:
         y, stats, kept = passes.forward(*upright(operands))
         l1, *others = jax.tree.leaves(stats)
-        small, large = _by_size(jax.tree.leaves(kept))
-        return [y, l1, _packed(others, small), *large]
+        ordered = [jax.tree.leaves(kept)[n] for n in order]
+        return [y, _packed(others, ordered[: len(small)]), *ordered[len(small) :], l1]
+
+    @STANDARD
+    def forward_alone(operands: Sequence) -> list:
+        y, _, kept = passes.forward(*upright(operands))
+        return [y, *(jax.tree.leaves(kept)[n] for n in order)]
 
     @STANDARD
     def backward(
         way: int, operands: Sequence, small: list, large: list, of_y: jax.Array, of_sum: Any
     ) -> list:
-        found = iter(large), iter(small)
-        tree = jax.tree.unflatten(structure, [next(found[_is_small(a)]) for a in leaves])
+        found = dict(zip(order, [*small, *large], strict=True))
+        tree = jax.tree.unflatten(structure, [found[n] for n in range(len(leaves))])
         of_sum = jnp.zeros((), jnp.float32) if of_sum is None else of_sum
         return jax.tree.leaves(upright(passes.backward(way, tree, upright(operands), of_y, of_sum)))
 
     results = jax.eval_shape(forward, shapes)
-    parts = [(begin, a.shape) for begin, a in zip(begins, small, strict=False)]
+    parts = [(begin, a.shape) for begin, a in zip(begins, small, strict=True)]
+    places = [slice(begin, begin + a.size) for begin, a in zip(begins, deciding, strict=False)]
+    begin = places[0].start if places else 0
+
+    def way(numbers: np.ndarray) -> int | None:
+        values = [numbers[place.start - begin : place.stop - begin] for place in places]
+        return None if any((a < 0).any() for a in values) else passes.way(*values)
+
+    def launched_forward(device: torch.device) -> launches.Program | None:
+        together = launches.Together(1, tuple(begins), size, len(deciding))
+        return launches.of(forward_alone, (shapes,), device, together)
 
     def launched_backward(way: int, device: torch.device, with_l1: bool) -> launches.Program | None:
-        y, of_sum, _, *large = results
+        y, _, *large, of_sum = results
         kept = [jax.ShapeDtypeStruct(shape, jnp.int32) for _, shape in parts]
         of = shapes, kept, large, y, of_sum if with_l1 else None
         return launches.of(functools.partial(backward, way), of, device)
@@ -131,10 +156,13 @@ def _programs(
         compiled(infer),
         functools.cache(functools.partial(launches.of, infer, (shapes,))),
         compiled(forward),
+        functools.cache(launched_forward),
         functools.cache(lambda way: compiled(functools.partial(backward, way))),
         functools.cache(launched_backward),
         results,
         parts,
+        slice(begin, places[-1].stop if places else 0),
+        way,
     )
 
 
@@ -142,9 +170,10 @@ def _is_small(a: jax.Array | Shape) -> bool:
     return a.size <= _SMALL and a.dtype == jnp.int32
 
 
-def _by_size(arrays: Sequence) -> tuple[list, list]:
-    """Those that are small, and the others."""
-    return [a for a in arrays if _is_small(a)], [a for a in arrays if not _is_small(a)]
+def _place(a: Shape, first: Sequence[Shape]) -> int:
+    """Where an array comes: those of `first` in their order, then what is small, then the rest."""
+    places = (n for n, one in enumerate(first) if one is a)
+    return next(places, len(first) + (not _is_small(a)))
 
 
 def _packed(stats: Sequence[jax.Array], parts: Sequence[jax.Array]) -> jax.Array:

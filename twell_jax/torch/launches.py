@@ -15,7 +15,7 @@ from ctypes import POINTER, c_char_p, c_int, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -28,6 +28,22 @@ _ALIGNED = 256  # bytes of which each array in a tensor of several begins at a m
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 type Launch = Callable[[int, int], None]  # where the addresses of its arrays are, the stream
+
+
+class Together(NamedTuple):
+    """Results that lie in one tensor, int32 `[size]`, which takes their place among the results.
+
+    Attributes:
+      first: the number of the first; the others follow.
+      begins: where each begins.
+      size: the tensor's.
+      soon: how many of them, from the first on, are needed soon.
+    """
+
+    first: int
+    begins: tuple[int, ...]
+    size: int
+    soon: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Program:
       places: where the arrays of all kernels lie: in which tensor, of the operands and then a
         call's own, and at which byte of it.
       tensors: what makes a call's own; all but the first two are its results.
+      soon: after so many kernels there are the results that are needed soon.
     """
 
     device: torch.device
@@ -51,17 +68,27 @@ class Program:
     kernels: tuple[tuple[Launch, int], ...]
     places: tuple[tuple[int, int], ...]
     tensors: tuple[Callable[[], torch.Tensor], ...]
+    soon: int = 0
 
-    def __call__(self, operands: Sequence[int]) -> list[torch.Tensor]:
+    def __call__(
+        self, operands: Sequence[int], then: Callable[[list[torch.Tensor]], None] | None = None
+    ) -> list[torch.Tensor]:
         """The results, once torch's current stream has come so far.
 
         Args:
           operands: where contiguous arrays begin, of the shapes that the program is for.
+          then: is called with the results when the stream has got the kernels of those that are
+            needed soon.
         """
         with torch.cuda.device(self.device):
-            return self.run(operands, torch.cuda.current_stream().cuda_stream)
+            return self.run(operands, torch.cuda.current_stream().cuda_stream, then)
 
-    def run(self, operands: Sequence[int], stream: int) -> list[torch.Tensor]:
+    def run(
+        self,
+        operands: Sequence[int],
+        stream: int,
+        then: Callable[[list[torch.Tensor]], None] | None = None,
+    ) -> list[torch.Tensor]:
         """The results, once a stream of the device has come so far."""
         assert len(operands) == self.operands
         # Torch's own call gives a new thread the device's context, which kernels need.
@@ -69,14 +96,21 @@ class Program:
         begins = [*operands, *(a.data_ptr() for a in tensors)]
         addresses = array("Q", [begins[tensor] + byte for tensor, byte in self.places])
         begin, _ = addresses.buffer_info()
-        for launch, byte in self.kernels:
-            launch(begin + byte, stream)
         _, _, *results = tensors
+        for launch, byte in self.kernels[: self.soon]:
+            launch(begin + byte, stream)
+        if then is not None:
+            then(results)
+        for launch, byte in self.kernels[self.soon :]:
+            launch(begin + byte, stream)
         return results
 
 
 def of(
-    function: Callable[..., Any], operands: Sequence[Any], device: torch.device
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    device: torch.device,
+    together: Together | None = None,
 ) -> Program | None:
     """The program of a function of JAX; None if it is more than kernels, or JAX is too new.
 
@@ -84,6 +118,7 @@ def of(
       function: returns a list of arrays.
       operands: what it takes: trees of shapes and None, whose leaves a call takes in their order.
       device: a GPU.
+      together: which results lie in one tensor.
     """
     if getattr(mgpu.core, "_ABI_V2", False):  # of jax 0.12, which starts kernels in another way
         return None
@@ -92,7 +127,7 @@ def of(
         listing = lowered.read(traced.lower(lowering_platforms=("cuda",)).compiler_ir())
     except lowered.NotOnlyKernels:
         return None
-    return program(listing, device)
+    return program(listing, device, together)
 
 
 def capturing() -> bool:
@@ -109,14 +144,25 @@ def refuse_to_be_captured() -> None:
         )
 
 
-def program(listing: Listing, device: torch.device) -> Program:
+def program(listing: Listing, device: torch.device, together: Together | None = None) -> Program:
     """Compiles a program's kernels, and finds a place for each array.
+
+    Args:
+      listing: the program.
+      device: where it runs.
+      together: which results lie in one tensor.
 
     Raises:
       RuntimeError: a CUDA graph is being captured, which cannot hold that; or Mosaic GPU cannot
         compile a kernel.
     """
     refuse_to_be_captured()
+    tensors, of_results = _tensors(listing, device, together)
+    if together is not None:
+        first = listing.results[together.first :][: together.soon]
+        listing, soon = lowered.sooner(listing, first)
+    else:
+        soon = 0
     count, own = listing.operands, {*range(listing.operands), *listing.results}
     zeros = [n for n, a in enumerate(listing.arrays) if a.is_zero and n not in own]
     begins_of_zeros = [0, *accumulate(_bytes(listing.arrays[n]) for n in zeros)]
@@ -124,21 +170,39 @@ def program(listing: Listing, device: torch.device) -> Program:
     places = {n: (n, 0) for n in range(count)}
     places |= {n: (count, begin) for n, begin in zip(zeros, begins_of_zeros, strict=False)}
     places |= {n: (count + 1, begin) for n, begin in begins.items()}
-    places |= {n: (at, 0) for at, n in enumerate(listing.results, count + 2)}
+    places |= {n: (count + 2 + tensor, byte) for n, (tensor, byte) in of_results.items()}
     of_kernels = [(*kernel.operands, *kernel.results) for kernel in listing.kernels]
-    first = accumulate((8 * len(arrays) for arrays in of_kernels), initial=0)
+    begin_of_each = accumulate((8 * len(arrays) for arrays in of_kernels), initial=0)
     launches = (_launch(kernel.module, device) for kernel in listing.kernels)
     return Program(
         device,
         count,
-        tuple(zip(launches, first, strict=False)),
+        tuple(zip(launches, begin_of_each, strict=False)),
         tuple(places[n] for arrays in of_kernels for n in arrays),
         (
             partial(torch.zeros, max(begins_of_zeros[-1], 1), dtype=torch.uint8, device=device),
             partial(torch.empty, common, dtype=torch.uint8, device=device),
-            *(_makes(listing.arrays[n], device) for n in listing.results),
+            *tensors,
         ),
+        soon,
     )
+
+
+def _tensors(
+    listing: Listing, device: torch.device, together: Together | None
+) -> tuple[list[Callable[[], torch.Tensor]], dict[int, tuple[int, int]]]:
+    """What makes the tensors of the results, and in which of them, at which byte, each lies."""
+    first, begins = (together.first, together.begins) if together else (len(listing.results), ())
+    alone, shared = list(listing.results), listing.results[first : first + len(begins)]
+    del alone[first : first + len(begins)]
+    tensors = [_makes(listing.arrays[n], device) for n in alone]
+    places = {n: (at + (at >= first), 0) for at, n in enumerate(alone)}
+    if together:
+        assert not any(listing.arrays[n].is_zero for n in shared)  # as that memory is not set
+        made = partial(torch.empty, together.size, dtype=torch.int32, device=device)
+        tensors.insert(first, made)
+        places |= {n: (first, 4 * begin) for n, begin in zip(shared, begins, strict=True)}
+    return tensors, places
 
 
 def _makes(a: Array, device: torch.device) -> Callable[[], torch.Tensor]:

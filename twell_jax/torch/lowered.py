@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -150,6 +150,21 @@ def _listing(arguments: list[Any], operations: list[Any], results: Sequence[Any]
     if not written.issuperset(returned) or len(set(returned)) < len(returned):
         raise NotOnlyKernels("a result is none of a kernel, or is returned twice")
     return Listing(arrays, len(arguments), kernels, returned)
+
+
+def sooner(listing: Listing, results: Sequence[int]) -> tuple[Listing, int]:
+    """The same program with what some results need first, and how many kernels that are."""
+    needed, changed = set(results), set[int]()
+    first, later = list[Kernel](), list[Kernel]()
+    for kernel in reversed(listing.kernels):
+        # Also one that reads what such a kernel changes afterwards.
+        if needed.isdisjoint(kernel.results) and changed.isdisjoint(kernel.operands):
+            later.append(kernel)
+            continue
+        first.append(kernel)
+        needed.update(kernel.operands)
+        changed.update(kernel.results)
+    return replace(listing, kernels=[*first[::-1], *later[::-1]]), len(first)
 
 
 def _same(op: Any, operands: list[int | Array]) -> int | Array:

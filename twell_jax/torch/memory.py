@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from twell_jax.torch import launches, streams
@@ -59,23 +60,28 @@ def let_jax_wait(device: torch.device) -> None:
     _computing(device).wait_stream(torch.cuda.current_stream(device))
 
 
-def for_the_host(numbers: torch.Tensor, place: int) -> torch.Tensor:
-    """A number of int32 `[n]` that is not negative, for `on_the_host`; nothing waits for it.
+def for_the_host(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy of int32 `[n]` for `on_the_host`; nothing waits for it.
 
     Returns:
-      int32 `[1]` on the CPU; it is -1 until the number is there.
+      int32 `[n]` on the CPU; a number is -1 until it is there.
     """
-    number = numbers[place : place + 1]
-    if number.device.type == "cpu":
-        return number.clone()
-    found = torch.full((1,), -1, dtype=torch.int32, pin_memory=True)
-    return found.copy_(number, non_blocking=True)
+    if numbers.device.type == "cpu":
+        return numbers.clone()
+    found = torch.full(numbers.shape, -1, dtype=torch.int32, pin_memory=True)
+    return found.copy_(numbers, non_blocking=True)
 
 
-def on_the_host(found: torch.Tensor, numbers: torch.Tensor, place: int) -> int:
-    """The number that `for_the_host` made `found` of; waits for it if it is not there."""
-    number = int(found)
-    return number if number >= 0 else int(numbers[place])
+def on_the_host(
+    found: torch.Tensor, numbers: torch.Tensor, read: Callable[[np.ndarray], int | None]
+) -> int:
+    """What `read` finds in the numbers that `for_the_host` made `found` of; waits for them if it
+    finds None, as they are not there."""
+    if (there := read(found.numpy())) is not None:
+        return there
+    waited_for = read(numbers.cpu().numpy())
+    assert waited_for is not None
+    return waited_for
 
 
 def _in_jax(given: Operand | list[Operand]) -> Any:

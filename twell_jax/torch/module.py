@@ -19,14 +19,15 @@ class SparseMLP(torch.nn.Module):
     Its layers are called as those of Llama, and a file of weights fits both: `gate_proj.weight` and
     `up_proj.weight` are `[d_ff, d_model]`, `down_proj.weight` is `[d_model, d_ff]`.
 
-    While it trains it keeps the `FFNStats` of its last call as `stats`, for `collect_l1`.
+    It keeps the `FFNStats` of its last call as `stats`, for `collect_l1`, if `keep_stats` says so.
 
     Args:
       d_model: width of the input and output, D.
       d_ff: hidden units, H.
       gated: whether there is a gate projection.
       activation, gradients, implementation: see `sparse_ffn`.
-      keep_stats: keep the statistics in inference, too, where dense products take time for them.
+      keep_stats: whether to keep the statistics; None: while it trains. They take time: JAX then
+        starts the kernels, and dense products are read again.
       device, dtype: of the parameters.
 
     Raises:
@@ -42,7 +43,7 @@ class SparseMLP(torch.nn.Module):
         activation: Activation = "relu",
         gradients: LayerGradients = "sparse",
         implementation: Literal["torch", "mosaic"] | None = None,
-        keep_stats: bool = False,
+        keep_stats: bool | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
@@ -84,7 +85,7 @@ class SparseMLP(torch.nn.Module):
         up = _weight("up_proj", self.up_proj)
         down = _weight("down_proj", self.down_proj)
         assert up is not None and down is not None
-        keeps = self.training or self.keep_stats
+        keeps = self.training if self.keep_stats is None else self.keep_stats
         results = sparse_ffn(
             x,
             gate,
@@ -168,7 +169,7 @@ def collect_stats(model: torch.nn.Module) -> dict[str, FFNStats]:
         if block.stats is None:
             raise ValueError(
                 f"{name or 'the block'} has no statistics: call the model after model.train(), or "
-                "set keep_stats"
+                "set keep_stats=True"
             )
         found[name] = block.stats
     return found

@@ -11,7 +11,7 @@ from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.stats import UNION_TOKENS
-from twell_jax.torch import bridge, choice, dense, memory
+from twell_jax.torch import bridge, choice, dense, launches, memory
 from twell_jax.torch import stats as stats_of
 from twell_jax.torch.stats import FFNStats
 
@@ -86,14 +86,18 @@ def _by_kernels(
     operands, transposed = zip(*map(_laid_out, (rows, *weights)), strict=True)
     named = activation, gradients, transposed
     if _is_trained(*operands):
-        results = _Differentiable.apply(*named, *operands)
+        y, *of_stats = _Differentiable.apply(with_stats, *named, *operands)
+    elif with_stats:
+        y, packed, *_, l1, _ = _forward(True, *named, *operands)
+        of_stats = [l1, packed]
     else:
-        results = (_forward if with_stats else _infer)(*named, *operands)
-    y = results[0][:count] if missing else results[0]
+        (y,) = _infer(*named, *operands)
+    if missing:
+        y = y[:count]
     if not with_stats:
         return y, None
-    d_ff = operands[-1].shape[transposed[-1]]
-    stats = stats_of.unpacked(results[1], results[2], d_ff)
+    l1, packed = of_stats
+    stats = stats_of.unpacked(l1, packed, d_ff=operands[-1].shape[transposed[-1]])
     if missing:
         share, tiles = len(rows) / count, len(rows) / (-(-count // UNION_TOKENS) * UNION_TOKENS)
         stats = stats._replace(
@@ -173,20 +177,25 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        with_stats: bool,
         activation: str,
         gradients: str,
         transposed: tuple[bool, ...],
         *operands: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
+        """y, and with statistics l1 and what has the others."""
         ctx.named = activation, gradients, transposed
-        y, l1, *kept = _forward(*ctx.named, *operands)
-        ctx.save_for_backward(*operands, *kept)
-        ctx.mark_non_differentiable(kept[0])
+        y, *kept, numbers = _forward(with_stats, *ctx.named, *operands)
+        of_stats = [kept.pop(), kept[0]] if with_stats else []
+        ctx.save_for_backward(*operands, *kept, numbers)
+        ctx.mark_non_differentiable(*of_stats[1:])
         ctx.set_materialize_grads(False)
-        return y, l1, kept[0]
+        return y, *of_stats
 
     @staticmethod
-    def backward(ctx: Any, of_y: torch.Tensor | None, of_l1: torch.Tensor | None, _: Any) -> Any:
+    def backward(
+        ctx: Any, of_y: torch.Tensor | None, of_l1: torch.Tensor | None = None, _: Any = None
+    ) -> Any:
         if torch.is_grad_enabled():  # by create_graph
             raise ValueError("kernels have no second derivatives; implementation='torch' has them")
         (x, w_gate, w_up, w_down, *kept) = ctx.saved_tensors
@@ -196,10 +205,10 @@ class _Differentiable(torch.autograd.Function):
             of_y = torch.zeros_like(x.t() if x_is_transposed else x)
         of_y = of_y.contiguous()
         found = iter(_backward(*ctx.named, *operands, kept, of_y, of_l1))
-        return *(None for _ in ctx.named), *(None if a is None else next(found) for a in operands)
+        others = None, *(None for _ in ctx.named)
+        return *others, *(None if a is None else next(found) for a in operands)
 
 
-_PACKED = 2  # among the results of `Programs.forward`
 _LIBRARY = torch.library.Library("twell_jax", "DEF")
 _OPERANDS = (
     "str activation, str gradients, bool[] transposed, "
@@ -235,20 +244,30 @@ def _fake_infer(activation, gradients, transposed, *operands):
     return bridge.empty_like(programs.results[:1], operands[0])
 
 
-def _compute_forward(activation, gradients, transposed, *operands):
-    """What `Programs.forward` returns, and the way of the backward, for the host."""
+def _compute_forward(with_stats, activation, gradients, transposed, *operands):
+    """What `Programs.forward` returns, of which l1 only with statistics, and numbers for the host
+    that the way of the backward follows from."""
     programs = bridge.programs(activation, gradients, transposed, operands)
+    device, numbers = operands[0].device, list[torch.Tensor]()
+
+    def then(results: list[torch.Tensor]) -> None:
+        _, packed, *_ = results
+        numbers.append(memory.for_the_host(packed[programs.deciding]))
+
+    if device.type == "cuda" and not with_stats and not launches.capturing():
+        launched = programs.launched_forward(device)
+        if launched is not None:
+            return [*launched(_places(operands), then), *numbers]
     found = memory.run(programs.forward, [*operands])
-    (way, _), *_ = programs.parts
-    return [*found, memory.for_the_host(found[_PACKED], way)]
+    then(found)
+    return [*(found if with_stats else found[:-1]), *numbers]
 
 
-def _fake_forward(activation, gradients, transposed, *operands):
+def _fake_forward(with_stats, activation, gradients, transposed, *operands):
     programs = bridge.programs(activation, gradients, transposed, operands)
-    return [
-        *bridge.empty_like(programs.results, operands[0]),
-        torch.empty(1, dtype=torch.int32, device="cpu"),
-    ]
+    found = bridge.empty_like(programs.results, operands[0])
+    numbers = torch.empty(programs.deciding.stop - programs.deciding.start, dtype=torch.int32)
+    return [*(found if with_stats else found[:-1]), numbers]
 
 
 def _compute_backward(
@@ -257,8 +276,8 @@ def _compute_backward(
     """The gradients for x and the weights, those of None left out."""
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
-    packed, *large, number = kept
-    way = memory.on_the_host(number, packed, programs.parts[0][0])
+    packed, *large, numbers = kept
+    way = memory.on_the_host(numbers, packed[programs.deciding], programs.way)
     of_sum = None if of_l1 is None else of_l1 / len(of_y)
     if x.is_cuda:
         launched = programs.launched_backward(way, x.device, of_sum is not None)
@@ -277,7 +296,7 @@ def _fake_backward(activation, gradients, transposed, x, w_gate, w_up, w_down, *
 
 
 _infer = _operator("infer", _OPERANDS, _compute_infer, _fake_infer)
-_forward = _operator("forward", _OPERANDS, _compute_forward, _fake_forward)
+_forward = _operator("forward", f"bool with_stats, {_OPERANDS}", _compute_forward, _fake_forward)
 _backward = _operator(
     "backward",
     f"{_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor? of_l1",

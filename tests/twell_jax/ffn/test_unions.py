@@ -13,14 +13,15 @@ from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from twell_jax.ffn import dense_gradients, unions
 from twell_jax.ffn.algorithms import CAPACITY
+from twell_jax.ffn.residuals import Way, dense_is_faster
 
 
 @pytest.mark.parametrize(
     ("listed", "faster"), [(0.2, False), (0.5, False), (0.746, False), (0.972, True), (1.0, True)]
 )
 def test_dense_products_for_weights_are_faster_where_lists_are_long(listed, faster):
-    assert unions.dense_is_faster(listed) == faster
-    assert unions.dense_is_faster(jnp.float32(listed)) == faster
+    assert dense_is_faster(listed) == faster
+    assert dense_is_faster(jnp.float32(listed)) == faster
 
 
 @pytest.mark.parametrize(("capacity", "ways"), [(CAPACITY, 4), (1.0, 6)])
@@ -44,12 +45,10 @@ def test_as_many_heavy_tokens_as_a_tile_has_fit():
     forward = functools.partial(unions.forward_with_residuals, REFERENCE, RELU, capacity=0.5)
     _, residuals = jax.jit(forward)(x, Weights(w, w, w))
     assert residuals.heavy[: int(residuals.heavy_count[0])].tolist() == [*range(256, 512)]
-    assert residuals.way(512, 0.5) == unions.Way.SPARSE_AND_HEAVY  # as one tile of two fits
+    assert residuals.way(512, 0.5) == Way.SPARSE_AND_HEAVY  # as one tile of two fits
 
 
-@pytest.mark.parametrize(
-    ("heavy", "way"), [(64, unions.Way.SPARSE_AND_FEW), (65, unions.Way.SPARSE_AND_HEAVY)]
-)
+@pytest.mark.parametrize(("heavy", "way"), [(64, Way.SPARSE_AND_FEW), (65, Way.SPARSE_AND_HEAVY)])
 def test_no_heavy_token_is_lost_between_two_ways(heavy, way):
     rng = seeds.rng()
     x, w, dy = (rng.integers(-2, 3, (n, 128)) / 4 for n in (1024, 512, 1024))

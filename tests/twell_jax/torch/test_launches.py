@@ -17,7 +17,7 @@ from tests.twell_jax.torch.drawn import operands, reference
 torch = needed("torch")
 
 from twell_jax.ffn.explained import on_device  # noqa: E402
-from twell_jax.ffn.unions import Way  # noqa: E402
+from twell_jax.ffn.residuals import Way  # noqa: E402
 from twell_jax.torch import bridge, launches, lowered, sparse_ffn  # noqa: E402
 
 pytestmark = pytest.mark.peers
@@ -40,7 +40,7 @@ def lowered_block(tokens, gated=True, dtype=torch.bfloat16, *, as_in_models=Fals
         if way is None:
             traced = programs.infer.trace(operands)
         else:
-            y, of_sum, _, *large = programs.results
+            y, _, *large, of_sum = programs.results
             parts = [jax.ShapeDtypeStruct(shape, jnp.int32) for _, shape in programs.parts]
             traced = programs.backward(way).trace(operands, parts, large, y, of_sum)
         return traced.lower(lowering_platforms=("cuda",)).compiler_ir()
@@ -79,16 +79,41 @@ def test_the_usual_backward_is_kernels_alone(as_in_models, gated):
     assert [a.shape for a in arrays] == [(8192, d), *weights]
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("as_in_models", [True, False])
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_the_forward_without_statistics_is_kernels_alone(monkeypatch, tokens, as_in_models, gated):
+    monkeypatch.setattr(launches.mgpu.core, "_ABI_V2", False, raising=False)
+    monkeypatch.setattr(launches, "_launch", lambda module, device: order.append)
+    listings, program, order = [], launches.program, []
+    monkeypatch.setattr(
+        launches,
+        "program",
+        lambda listing, *rest: listings.append(listing) or program(listing, *rest),
+    )
+    (d, h), transposed = BLOCK, (False, False, False, as_in_models)
+    shapes = [(tokens, d), (h, d) if gated else None, (h, d), (d, h) if as_in_models else (h, d)]
+    tensors = [s and torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes]
+    with on_device("NVIDIA H200"):
+        programs = bridge.programs("relu", "sparse", transposed, tensors)
+        made = programs.launched_forward(CPU)
+    assert_all_that_is_read_was_written(listings[0])
+    like = programs.results[:-1]  # without l1
+    assert [make().shape for make in made.tensors[2:]] == [a.shape for a in like]
+    assert 3 <= made.soon <= 5  # of about ten: the unions are known before they are computed
+
+
 @pytest.mark.parametrize("options", [{"tokens": 100}, {"tokens": 8192, "way": Way.DENSE}])
 def test_a_program_with_other_operations_is_left_to_jax(options):
     with pytest.raises(lowered.NotOnlyKernels, match=r"stablehlo\."):
         lowered.read(lowered_block(**options))
 
 
-def parsed(body, arguments="%a: tensor<4xf32>, %b: tensor<4xf32>"):
-    """A function of this body, which returns one array of four."""
+def parsed(body, arguments="%a: tensor<4xf32>, %b: tensor<4xf32>", results=1):
+    """A function of this body, which returns arrays of four."""
     context = jax.jit(jnp.negative).lower(0.0).compiler_ir().context  # which knows the dialects
-    text = f"func.func @main({arguments}) -> tensor<4xf32> {{\n{body}\n}}"
+    types = ", ".join(["tensor<4xf32>"] * results)
+    text = f"func.func @main({arguments}) -> ({types}) {{\n{body}\n}}"
     with context:
         return ir.Module.parse(text)
 
@@ -171,7 +196,7 @@ def test_each_operand_of_the_usual_backward_has_its_place(monkeypatch, with_l1):
     with on_device("NVIDIA H200"):
         programs = bridge.programs("relu", "sparse", (False,) * 4, tensors)
         made = programs.launched_backward(Way.SPARSE, CPU, with_l1)
-    _, _, _, *large = programs.results
+    _, _, *large, _ = programs.results
     given = 2**40 * np.arange(1, 4 + len(programs.parts) + len(large) + 2 + with_l1)
     x, *_, of_y, last = map(int, given)
     of_y = of_y if with_l1 else last
@@ -217,6 +242,31 @@ def test_each_call_has_zeros_of_its_own_and_keeps_operands(on_the_host):
         (y,) = made.run(addresses(a, b), 0)
         assert torch.equal(y, a + b)
         assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
+
+
+def test_what_is_needed_soon_comes_first_and_lies_together(on_the_host):
+    lines = [
+        kernel("add", "%c", "%a", "%a"),
+        kernel("add", "%later", "%a", "%b"),
+        kernel("add", "%read", "%c", "%b"),  # before %c changes, so it cannot come later
+        kernel("add", "%soon", "%c", "%b", in_place=0),
+        kernel("add", "%y", "%later", "%read"),
+        "return %y, %soon, %later : tensor<4xf32>, tensor<4xf32>, tensor<4xf32>",
+    ]
+    listing = lowered.read(parsed("\n".join(lines), results=3))
+    made = launches.program(listing, CPU, launches.Together(1, (8,), 32, 1))
+    a, b = torch.from_numpy(seeds.rng().standard_normal((2, 4)).astype(np.float32))
+    seen = []
+    y, packed, later = made.run(
+        addresses(a, b),
+        0,
+        lambda results: seen.append(results[1][8:12].view(torch.float32).clone()),
+    )
+    assert made.soon == 3
+    assert torch.equal(seen[0], a + a + b) and torch.equal(
+        packed[8:12].view(torch.float32), seen[0]
+    )
+    assert torch.equal(later, a + b) and torch.equal(y, later + (a + a + b))
 
 
 @pytest.mark.parametrize("seed", range(5))

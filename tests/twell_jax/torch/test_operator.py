@@ -11,7 +11,7 @@ from tests.twell_jax.torch.drawn import gradients, operands, reference
 torch = needed("torch")
 
 from twell_jax.ffn import CannotServe, Rectifier  # noqa: E402
-from twell_jax.ffn.unions import Way  # noqa: E402
+from twell_jax.ffn.residuals import Way  # noqa: E402
 from twell_jax.torch import (  # noqa: E402
     SparseMLP,
     bridge,
@@ -96,11 +96,26 @@ def test_a_graph_that_is_kept_has_the_same_gradients_twice(reference_kernels, gr
     assert all(map(torch.equal, once, again))
 
 
-def test_a_number_that_is_not_on_the_host_is_waited_for():
+def test_numbers_that_are_not_on_the_host_are_waited_for():
+    def read(numbers):
+        return int(numbers[1]) if numbers[1] >= 0 else None
+
     numbers = torch.tensor([4, 7], dtype=torch.int32)
-    found = memory.for_the_host(numbers, 1)
-    assert memory.on_the_host(found, torch.zeros(0), 1) == 7
-    assert memory.on_the_host(torch.full_like(found, -1), numbers, 1) == 7
+    found = memory.for_the_host(numbers)
+    assert memory.on_the_host(found, torch.zeros(0), read) == 7
+    assert memory.on_the_host(torch.full_like(found, -1), numbers, read) == 7
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_way_is_known_once_all_its_numbers_are_there(reference_kernels, number):
+    x, *weights = (a.requires_grad_() for a in operands())
+    programs = bridge.programs("relu", "sparse", (False,) * 4, [x, *weights])
+    _, packed, *_ = memory.run(programs.forward, [a.detach() for a in (x, *weights)])
+    numbers = packed[programs.deciding].numpy().copy()
+    assert programs.way(numbers) == Way.SPARSE_AND_FEW
+    begin, shape = programs.parts[1]  # lengths of lists
+    numbers[begin - programs.deciding.start + number % shape[0]] = -1
+    assert programs.way(numbers) is None
 
 
 def test_the_activation_and_leading_axes(reference_kernels):
@@ -255,7 +270,9 @@ def test_operators_are_as_torch_wants_them(reference_kernels):
     upright = [False] * 4
     torch.library.opcheck(operator._infer, ("relu", "sparse", upright, *operands(256)))
     without_gate = operands(256, gated=False)
-    torch.library.opcheck(operator._forward, ("relu2", "0.5", upright, *without_gate))
+    for with_stats in (False, True):
+        arguments = with_stats, "relu2", "0.5", upright, *without_gate
+        torch.library.opcheck(operator._forward, arguments)
 
 
 def test_a_parameter_may_get_other_memory(reference_kernels):
