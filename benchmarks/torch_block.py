@@ -6,7 +6,8 @@ All are called from Python as a model calls them, first forward through `LAYERS`
 gradients, backward through all; so what the host takes for a call is part of the time. The weights
 of w_down are a view of `[D, H]`, as models have them; in rows "kernels, laid out" they are `[H, D]`
 in memory, as after `lay_out`, and so they are for the published kernels, of which there are rows,
-too, with a checkout of them. Rows "kernels, by use" have the neurons as after `order_by_use`.
+too, with a checkout of them. Rows "kernels, by use" have the neurons as after `order_by_use`, rows
+"kernels, prepared" both, as a model that is only used can have.
 "forward, CUDA graph" has all layers in a graph, as servers do for few tokens.
 """
 
@@ -69,20 +70,21 @@ def measure(
     blocks: dict[str, Callable] = {"torch": dense_block}
     blocks[BASELINE], worked = compiled(dense_block, *_leaves(tokens, triples[0], direction))
     blocks["kernels"] = partial(sparse_ffn, implementation="mosaic")
-    laid_out, by_use = "kernels, laid out", "kernels, by use"
-    blocks[laid_out if direction != BOTH else by_use] = blocks["kernels"]
+    laid_out, by_use, prepared = "kernels, laid out", "kernels, by use", "kernels, prepared"
+    further = {GRAPH: [laid_out], FORWARD: [laid_out, prepared], BOTH: [by_use]}
+    blocks |= dict.fromkeys(further[direction], blocks["kernels"])
     if checkout is not None and direction != GRAPH:
         form = published.differentiable if direction == BOTH else published.forward
         blocks["published"] = form(checkout)
     rows = []
     for name, block in blocks.items():
         given, expected = triples, reference
-        if name in (laid_out, "published"):
-            given = [_contiguous(*triple) for triple in triples]
-        elif name == by_use:
+        if name in (by_use, prepared):
             orders = [_order(x, layer) for layer in layers]
-            given = [_moved(*pair) for pair in zip(triples, orders, strict=True)]
+            given = [_moved(*pair) for pair in zip(given, orders, strict=True)]
             expected = [*reference[:2], *(a[orders[0]] for a in reference[2:])]
+        if name in (laid_out, prepared, "published"):
+            given = [_contiguous(*triple) for triple in given]
         leaves = [_leaves(tokens, triple, direction) for triple in given]
         row = _timed(partial(run, block), leaves, expected, captured=direction == GRAPH)
         rows.append(case | {"implementation": name} | row)

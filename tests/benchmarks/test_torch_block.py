@@ -62,7 +62,7 @@ def checkout(tmp_path):
 def test_rows_of_both_passes(monkeypatch, reference_kernels, checkout):
     monkeypatch.setattr(torch_block, "draw", functools.partial(torch_block.draw, d=128, h=512))
     ran = []
-    clock = iter([4.0, 3.0, 2.0, 1.5, 1.0] * 2)
+    clock = iter([4.0, 3.0, 2.0, 1.5, 1.2, 1.0, 4.0, 3.0, 2.0, 1.5, 1.0])
 
     def milliseconds(run, calls):
         ran.append(run())
@@ -74,14 +74,14 @@ def test_rows_of_both_passes(monkeypatch, reference_kernels, checkout):
         for direction in (torch_block.FORWARD, torch_block.BOTH)
         for row in torch_block.measure(direction, "skewed", 1024, 512, checkout=checkout)
     ]
-    assert len(ran) == len(rows) == 10
+    assert len(ran) == len(rows) == 11
     for row in rows:
         forward = row["direction"] == torch_block.FORWARD
         is_wrong = forward and row["implementation"] == "published"
         assert len(row["errors"]) == (1 if forward else 5) and row["heavy_rows"] == 2
         assert row["wrong_rows"] == is_wrong
         assert 0 < max(row["errors"]) < (0.2 if is_wrong else 0.02)
-    assert [row["speedup"] for row in rows[:5]] == [0.75, 1, 1.5, 2, 3]
+    assert [row["speedup"] for row in rows[:6]] == [0.75, 1, 1.5, 2, 2.5, 3]
     assert "| 2.000 (1.50x)" in TABLES["torch_block"].render(rows)
 
 
