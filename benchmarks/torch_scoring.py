@@ -4,10 +4,12 @@
         [--out DIRECTORY]
 
 Weights are random, with the pattern of active neurons that benchmarks.inference draws; a sequence
-has `model.context` tokens. The decoder is called from Python, eagerly or after torch.compile; the
-head and the cross-entropies follow sequence by sequence, eagerly in every row, as the logits of all
-would not fit into memory. Blocks choose what computes them, as a user's do: "computed_by" says it.
-Before, `lay_out` and `order_by_use` have prepared them, the latter by the first micro-batch.
+has `model.context` tokens. The decoder is called from Python, and the head and the cross-entropies
+follow sequence by sequence, as the logits of all would not fit into memory. Rows "compiled" have
+each layer, and head and cross-entropies, behind torch.compile: compiled as a whole, the decoder
+gives attention a mask, with which torch takes a slower kernel. Blocks choose what computes them, as
+a user's do: "computed_by" says it. Before, `lay_out` and `order_by_use` have prepared them, the
+latter by the first micro-batch.
 Errors compare with the same model, eager, whose feed-forward modules compute in float32: "error"
 the cross-entropies of all tokens, "logits_error" the logits after each sequence. After
 torch.compile, which rounds less often, they may be larger for that alone. It needs transformers.
@@ -99,8 +101,8 @@ def measure(
     def row(name: str, **more: str) -> dict[str, Any]:
         compiles = name.endswith("compiled")
         try:
-            decoder = torch.compile(model.model, dynamic=False) if compiles else model.model
-            run = partial(score, decoder, model.lm_head, ids, micro_batch)
+            parts = model.model, partial(scores_of, model.lm_head)
+            run = partial(score, *(compiled(*parts) if compiles else parts), ids, micro_batch)
             return {"implementation": name} | case | more | timed(run, exact)
         except Exception as problem:  # compilers and kernels raise many kinds
             if name == "torch":
@@ -132,7 +134,7 @@ def order_by_a_call(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
     model.model(ids, use_cache=False)
     order_by_use(model)
     for block in blocks:
-        block.keep_stats, block.stats = False, None
+        block.keep_stats, block.stats = None, None
 
 
 def reference(model: LlamaForCausalLM, ids: torch.Tensor, micro_batch: int) -> tuple[Scores, float]:
@@ -143,13 +145,19 @@ def reference(model: LlamaForCausalLM, ids: torch.Tensor, micro_batch: int) -> t
         mlp.register_forward_pre_hook(lambda _, args: args[0].float())
         mlp.register_forward_hook(lambda _, args, y: y.to(model.dtype))
         mlp.gate_proj.register_forward_hook(lambda _, args, z: active.append((z > 0).sum()))
-    scores = score(exact.model, exact.lm_head, ids, micro_batch)
+    scores = score(exact.model, partial(scores_of, exact.lm_head), ids, micro_batch)
     return scores, int(sum(active)) / (len(exact.model.layers) * ids[:, 1:].numel())
 
 
 @torch.no_grad()
 def score(decoder: Callable, head: Callable, ids: torch.Tensor, micro_batch: int) -> Scores:
     """Cross-entropies and the last logits of `ids: [B, T + 1]`, by the names of their errors.
+
+    Args:
+      decoder: that of transformers.
+      head: `scores_of` some weights.
+      ids: the tokens.
+      micro_batch: how many sequences the decoder reads at a time.
 
     Returns:
       "error" `[B, T]` and "logits_error" `[B, vocab]`, float32.
@@ -158,10 +166,28 @@ def score(decoder: Callable, head: Callable, ids: torch.Tensor, micro_batch: int
     for part in ids.split(micro_batch):
         hidden = decoder(part[:, :-1], use_cache=False).last_hidden_state
         for states, following in zip(hidden, part[:, 1:], strict=True):
-            logits = head(states).float()
-            entropies.append(functional.cross_entropy(logits, following, reduction="none"))
-            last.append(logits[-1].clone())  # a view would keep the others
+            of_tokens, of_last = head(states, following)
+            entropies.append(of_tokens)
+            last.append(of_last)
     return {"error": torch.stack(entropies), "logits_error": torch.stack(last)}
+
+
+def scores_of(
+    head: Callable, states: torch.Tensor, following: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross-entropies `[T]` of a sequence and its last logits `[vocab]`, float32."""
+    logits = head(states).float()
+    entropies = functional.cross_entropy(logits, following, reduction="none")
+    return entropies, logits[-1].clone()  # a view would keep the others
+
+
+def compiled(decoder: torch.nn.Module, head: Callable) -> tuple[torch.nn.Module, Callable]:
+    """The decoder with each layer behind torch.compile, and the head so, with the same weights."""
+    torch.compiler.reset()  # before, layers may have had other blocks
+    made = copy.copy(decoder)
+    layers = torch.nn.ModuleList(torch.compile(a, dynamic=False) for a in decoder.layers)
+    made._modules = decoder._modules | {"layers": layers}
+    return made, torch.compile(head, dynamic=False)
 
 
 def timed(run: Callable[[], Scores], exact: Scores) -> dict[str, Any]:

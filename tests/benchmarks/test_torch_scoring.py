@@ -69,7 +69,8 @@ def test_scores_are_those_of_our_model_token_by_token(small):
     tokens = inference.draw_tokens(config.vocab_size, 3, config.context)
     ids = torch.from_numpy(tokens).long()
     exact, nnz = torch_scoring.reference(llama, ids, 2)
-    found = torch_scoring.score(llama.model, llama.lm_head, ids, 2)
+    parts = llama.model, functools.partial(torch_scoring.scores_of, llama.lm_head)
+    found = torch_scoring.score(*parts, ids, 2)
     graph, params = nnx.split(model)
     expected = scores.score(graph, params, jnp.asarray(tokens))
     for key in expected:
@@ -77,7 +78,7 @@ def test_scores_are_those_of_our_model_token_by_token(small):
             assert relative_error(ours[key].numpy(), np.asarray(expected[key])) < 0.01
     for layer in llama.model.layers:
         layer.mlp.register_forward_hook(lambda mlp, args, y: torch.zeros_like(y))
-    without = torch_scoring.score(llama.model, llama.lm_head, ids, 2)
+    without = torch_scoring.score(*parts, ids, 2)
     assert relative_error(without["error"].numpy(), exact["error"].numpy()) > 0.02
     counted = inference.pattern(config, params, tokens)
     assert nnz == pytest.approx(counted["nnz_mean"], rel=0.05)
@@ -87,7 +88,7 @@ def test_what_fails_is_a_row_and_no_baseline(small, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: fail)
+    monkeypatch.setattr(torch, "compile", fail)
     config = config_lib.load(str(small)).model
     llama = torch_scoring.in_torch(torch_scoring.draw(config, 24))
     rows = list(torch_scoring.measure(llama, inference.draw_tokens(config.vocab_size, 1, 32)))
