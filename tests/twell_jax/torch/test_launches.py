@@ -309,6 +309,37 @@ def test_a_gpu_computes_the_block(tokens, gated):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [2048, 5000, 16384])
+@pytest.mark.parametrize("dense", [False, True])  # tokens, with which JAX computes the backward
+def test_a_gpu_computes_both_passes_of_several_layers(monkeypatch, tokens, gated, dense):
+    tensors, launched, run = on_the_gpu(tokens, gated), [], launches.Program.run
+    if not dense:
+        tensors[0][:, 0] = -6.0
+    dy = torch.randn_like(tensors[0])
+    monkeypatch.setattr(
+        launches.Program, "run", lambda self, *given: launched.append(self) or run(self, *given)
+    )
+    layers = [[a if a is None else a.clone().requires_grad_() for a in tensors] for _ in range(3)]
+    expected = reference_gradients(tensors, dy)
+    for _ in range(2):  # of which the second finds NaN in all memory, and all programs compiled
+        torch.full((2**30,), torch.nan, device="cuda")
+        launched.clear()
+        ys = [sparse_ffn(*layer, implementation="mosaic") for layer in layers]
+        for y, layer in zip(ys, layers, strict=True):  # the first layer's backward comes first
+            given = [a for a in layer if a is not None]
+            for found, a in zip([y, *torch.autograd.grad(y, given, dy)], expected, strict=True):
+                assert relative_error(found.double().cpu(), a.cpu()) < 4 * ROUNDING
+        assert len({id(program) for program in launched}) == (1 if dense else 2)
+
+
+def reference_gradients(tensors, dy):
+    given = [a if a is None else a.double().requires_grad_() for a in tensors]
+    y, _ = reference(*given)
+    return [y, *torch.autograd.grad(y, [a for a in given if a is not None], dy.double())]
+
+
+@pytest.mark.gpu
 def test_a_thread_that_has_done_nothing_else_can_launch():
     x, *weights = on_the_gpu(8)
     expected = sparse_ffn(x, *weights, implementation="mosaic")
