@@ -1,13 +1,13 @@
 """The block of `twell_jax.torch` on a GPU, beside torch's dense block, eager and compiled.
 
-    python -m benchmarks.torch_block [--published CHECKOUT] [--out DIRECTORY]
+    python -m benchmarks.torch_block [--directions ...] [--published CHECKOUT] [--out DIRECTORY]
 
 All are called from Python as a model calls them, first forward through `LAYERS` layers, then, with
 gradients, backward through all; so what the host takes for a call is part of the time. The weights
 of w_down are a view of `[D, H]`, as models have them; in rows "kernels, laid out" they are `[H, D]`
 in memory, as after `lay_out`, and so they are for the published kernels, of which there are rows,
 too, with a checkout of them. Rows "kernels, by use" have the neurons as after `order_by_use`, rows
-"kernels, prepared" both, as a model that is only used can have.
+"kernels, prepared" both.
 "forward, CUDA graph" has all layers in a graph, as servers do for few tokens.
 """
 
@@ -32,10 +32,10 @@ PATTERNS = {"recorded": 0, "skewed": 29, "uniform": 1497}
 SPARSE = ("recorded", "skewed")
 CASES = [  # direction, pattern, tokens, and that each so many-th token is dense
     *((GRAPH, "recorded", m, 0) for m in (1, 8, 64)),
-    *((FORWARD, pattern, m, 0) for m in (1024, 2048, 4096, 8192, 16384) for pattern in SPARSE),
-    *((BOTH, pattern, m, 0) for m in (4096, 8192, 16384) for pattern in SPARSE),
-    *((direction, "uniform", m, 0) for direction in (FORWARD, BOTH) for m in (8192, 16384)),
+    *((FORWARD, pattern, m, 0) for m in (16384, 8192, 4096, 2048) for pattern in SPARSE),
+    *((BOTH, pattern, m, 0) for m in (16384, 8192, 4096) for pattern in SPARSE),
     *((direction, "recorded", 16384, 512) for direction in (FORWARD, BOTH)),
+    *((direction, "uniform", m, 0) for direction in (FORWARD, BOTH) for m in (16384, 8192)),
 ]
 BASELINE = "torch, compiled"
 WRONG = 0.1  # relative error of a token's y
@@ -45,9 +45,12 @@ type Operands = list[torch.Tensor]
 
 def main() -> None:
     parser = record.parser(__doc__)
+    directions = (FORWARD, GRAPH, BOTH)
+    parser.add_argument("--directions", nargs="+", choices=directions, default=directions)
     parser.add_argument("--published", type=Path, metavar="CHECKOUT")
     args = parser.parse_args()
-    rows = (row for case in CASES for row in measure(*case, checkout=args.published))
+    cases = (case for case in CASES if case[0] in args.directions)
+    rows = (row for case in cases for row in measure(*case, checkout=args.published))
     record.write_as_they_come("torch_block", rows, args.out)
 
 
@@ -71,7 +74,7 @@ def measure(
     blocks[BASELINE], worked = compiled(dense_block, *_leaves(tokens, triples[0], direction))
     blocks["kernels"] = partial(sparse_ffn, implementation="mosaic")
     laid_out, by_use, prepared = "kernels, laid out", "kernels, by use", "kernels, prepared"
-    further = {GRAPH: [laid_out], FORWARD: [laid_out, prepared], BOTH: [by_use]}
+    further = {GRAPH: [laid_out], FORWARD: [laid_out, prepared], BOTH: [by_use, prepared]}
     blocks |= dict.fromkeys(further[direction], blocks["kernels"])
     if checkout is not None and direction != GRAPH:
         form = published.differentiable if direction == BOTH else published.forward

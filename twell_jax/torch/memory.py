@@ -69,15 +69,23 @@ def for_the_host(numbers: torch.Tensor) -> torch.Tensor:
     if numbers.device.type == "cpu":
         return numbers.clone()
     found = torch.full(numbers.shape, -1, dtype=torch.int32, pin_memory=True)
-    return found.copy_(numbers, non_blocking=True)
+    copying = _copying(numbers.device)
+    copying.wait_stream(torch.cuda.current_stream(numbers.device))
+    # On torch's own stream the kernels before and after it would not overlap. If the memory gets
+    # another use before the copy is made, the graph has gone, and nobody asks for the numbers.
+    with torch.cuda.stream(copying):
+        return found.copy_(numbers, non_blocking=True)
 
 
 def on_the_host(
     found: torch.Tensor, numbers: torch.Tensor, read: Callable[[np.ndarray], int | None]
 ) -> int:
-    """What `read` finds in the numbers that `for_the_host` made `found` of; waits for them if it
-    finds None, as they are not there."""
-    if (there := read(found.numpy())) is not None:
+    """What `read` finds in the numbers that `for_the_host` made `found` of; None: not there yet."""
+    while (there := read(found.numpy())) is None:
+        # To wait for the stream would be to wait for all that it has got since, too.
+        if not numbers.is_cuda or torch.cuda.current_stream(numbers.device).query():
+            break  # `found` is a copy, from before they came
+    if there is not None:
         return there
     waited_for = read(numbers.cpu().numpy())
     assert waited_for is not None
@@ -115,6 +123,11 @@ def _array_at(
     with torch.cuda.device(device):  # DLPack asks for the current one
         memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
         return jax.dlpack.from_dlpack(memory.view(dtype).view(shape))
+
+
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @functools.cache
