@@ -36,12 +36,19 @@ FIGURES: dict[str, Figure] = {
             ratio(
                 BLOCK,
                 _rows(direction, 16384, pattern) | {"implementation": "published"},
-                _rows(direction, 16384, pattern) | {"implementation": "kernels"},
+                _rows(direction, 16384, pattern) | {"implementation": ours},
                 "ms",
             )
         )
-        for name, direction in (("forward", "forward"), ("gradients", "forward and backward"))
+        for name, direction, ours in (
+            ("forward", "forward", "kernels"),
+            ("gradients", "forward and backward", "kernels"),
+            ("gradients-by-use", "forward and backward", "kernels, by use"),
+        )
         for pattern in ("recorded", "skewed")
     },
+    "torch-gradients-by-use": Figure(
+        speedup(BLOCK, _rows("forward and backward", 16384), "kernels, by use")
+    ),
     "torch-scoring": Figure(speedup(SCORING, {"model": "2b"}, "kernels, compiled")),
 }
