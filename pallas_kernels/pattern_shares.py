@@ -27,8 +27,9 @@ from pallas_kernels.layouts.tile_union import (
 )
 
 
-def of_packed(chunks: jax.Array, slots: jax.Array, m: int, h: int) -> tuple[jax.Array, jax.Array]:
-    """(union, listed), float32 [], of m tokens and h neurons whose gate `gate_union` describes.
+def of_packed(chunks: Any, slots: Any, m: int, h: int) -> tuple[Any, Any]:
+    """(union, listed), float32 [], of m tokens and h neurons whose gate `gate_union` describes; of
+    numbers on the host, numbers.
 
     Args:
       chunks: int32 [], that all unions have, of `tile_union.needs_of`.

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks import ffn, gradients, record
 from benchmarks.pages import TABLES
+from twell_jax.ffn.residuals import Deciding
 
 
 @pytest.mark.slow
@@ -42,3 +44,15 @@ def test_rows_are_complete_and_rendered(gated, reference_kernels, monkeypatch, t
         "| xla", "| as drawn, capacity 1", "| as drawn, capacity 0.5", "| by use, capacity 1",
         "| xla, float8", "| by use, capacity 1, float8",
     ]  # fmt: skip
+
+
+def test_what_the_host_expects_to_gain_is_what_the_record_gains():
+    path = max(record.RESULTS.glob("gradients-nvidia-h200-*.json"))
+    rows = json.loads(path.read_text())["rows"]
+    rows = [r for r in rows if r.get("gradient_capacity") == 1 and "matmul_dtype" not in r]
+    assert {row["speedup"] > 1 for row in rows} == {True, False}
+    for row in rows:
+        m, h = row["m"], row["h"]
+        slots, chunks = row["listed"] * m * h / 64, row["union"] * (m / 256) * (h / 128)
+        deciding = Deciding(np.array([chunks, 0]), slots, row["heavy_rows"] % m)
+        assert deciding.gains(m * h // 64, m, h, row["gated"]) == (row["speedup"] > 1)

@@ -22,20 +22,32 @@ from twell_jax.ffn.stats import FFNStats
 _TRANSPOSED = 8  # rows and columns of which a kernel transposes a multiple
 
 
+class Choice(NamedTuple):
+    """What a forward means for the backward, known on the host.
+
+    Attributes:
+      way: that of the backward.
+      gains: whether both passes take less time than dense ones.
+    """
+
+    way: int
+    gains: bool
+
+
 class Passes(NamedTuple):
     """Functions of the operands `x: [M, D]`, w_gate, `[H, D]` or None, w_up and w_down, `[H, D]`.
 
     Attributes:
       forward: operands -> y, the statistics, and a tree of what the backward needs besides them.
       deciding: that tree -> the arrays of it, int32, that the way of the backward follows from.
-      way: their values on the host -> the way.
+      choice: their values on the host -> what follows.
       backward: (the way, that tree, operands, the gradients for y and for the sum of |h| over all
         tokens) -> those for the operands, None for None.
     """
 
     forward: Callable[..., tuple[jax.Array, FFNStats, Any]]
     deciding: Callable[[Any], Sequence]
-    way: Callable[..., int]
+    choice: Callable[..., Choice]
     backward: Callable[..., list[jax.Array | None]]
 
 
@@ -68,10 +80,10 @@ def of_block(operands: Sequence, activation: Activation, gradients: LayerGradien
     def deciding(kept: Residuals) -> Sequence:
         return kept.needs, kept.lengths, kept.heavy_count
 
-    def way(needs: np.ndarray, lengths: np.ndarray, heavy: np.ndarray) -> int:
-        h = len(w_down)
+    def choice(needs: np.ndarray, lengths: np.ndarray, heavy: np.ndarray) -> Choice:
         found = Deciding(needs, slots_for(lengths).sum(), heavy[0])
-        return int(found.way(unions.room(h, len(x), capacity), len(x), h, capacity))
+        shape = unions.room(len(w_down), len(x), capacity), len(x), len(w_down)
+        return Choice(int(found.way(*shape, capacity)), found.gains(*shape, w_gate is not None))
 
     def backward(way, kept, operands, dy, of_sum):
         x, *weights = operands
@@ -79,7 +91,7 @@ def of_block(operands: Sequence, activation: Activation, gradients: LayerGradien
         of_x, of_weights = unions.backward(*given, capacity=capacity, way=way)
         return [of_x, of_weights.gate, of_weights.up, of_weights.down]
 
-    return Passes(forward, deciding, way, backward)
+    return Passes(forward, deciding, choice, backward)
 
 
 def transpose(matrix: jax.Array, w_down: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
@@ -108,4 +120,4 @@ def _with_dense_gradients(activation: Activation) -> Passes:
         _, vjp = jax.vjp(block, *operands)
         return [*vjp((dy, of_sum))]
 
-    return Passes(forward, lambda kept: kept, lambda: 0, backward)
+    return Passes(forward, lambda kept: kept, lambda: Choice(0, True), backward)

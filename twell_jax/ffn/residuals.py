@@ -24,6 +24,11 @@ class Way(enum.IntEnum):
     DENSE_AND_HEAVY = 5  # the same, and for tokens outside the unions besides
 
 
+# What gradients for weights take, in shares of the time of dense forward and backward: sums over
+# lists, with what stores these, times the share that is listed; and dense products. See
+# docs/design/0009-sparse-gradients.md.
+_OF_LISTS, _OF_DENSE = 0.54, 0.41
+
 FEW = 64  # outside the unions, as of most patterns: `MAX_HEAVY` rows would be padding for them
 
 
@@ -50,6 +55,18 @@ class Deciding(NamedTuple):
         dense = may_be_dense(capacity) and dense_is_faster(listed)
         sparse = Way.SPARSE + (self.heavy > FEW)
         return self.fits(room) * (dense * Way.DENSE + (1 - dense) * sparse + (self.heavy > 0))
+
+    def gains(self, room: int, m: int, h: int, gated: bool) -> bool:
+        """Whether both passes take less time than all dense; on the host alone.
+
+        Of nine products, or six without a gate, one is dense and a third make the gradients for
+        weights. The time of the others follows the unions.
+        """
+        shares = pattern_shares.of_packed(self.needs[0], self.slots, m, h)
+        union, listed = map(float, shares)
+        products = 9 if gated else 6
+        time = (1 + (2 / 3 * products - 1) * union) / products + min(_OF_LISTS * listed, _OF_DENSE)
+        return bool(self.fits(room) and time < 1)
 
 
 @jax.tree_util.register_dataclass
@@ -111,13 +128,10 @@ class Residuals:
 def dense_is_faster(listed: jax.Array | float) -> jax.Array | bool:
     """Whether dense products for the weights take less time than sums over the lists.
 
-    In shares of the time of dense forward and backward, sums take 0.54 listed, with what stores the
-    lists, and dense products 0.41; see docs/design/0009-sparse-gradients.md.
-
     Args:
       listed: as in `FFNStats`.
     """
-    return 0.54 * listed > 0.41
+    return _OF_LISTS * listed > _OF_DENSE
 
 
 def may_be_dense(capacity: float) -> bool:

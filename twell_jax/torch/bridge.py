@@ -17,7 +17,7 @@ from twell_jax.ffn import Rectifier, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.numeric import STANDARD
-from twell_jax.ffn.passes import of_block, transpose
+from twell_jax.ffn.passes import Choice, of_block, transpose
 from twell_jax.torch import launches
 
 type Shape = jax.ShapeDtypeStruct
@@ -46,7 +46,8 @@ class Programs(NamedTuple):
       parts: what is small of what the backward needs: where in the packed array it begins, and its
         shape; all are int32.
       deciding: the part of the packed array that the way of the backward follows from.
-      way: that part, on the host -> the way; None if a number of it is not there yet but negative.
+      choice: that part, on the host -> what follows; None if a number of it is not there yet but
+        negative.
     """
 
     infer: Callable[..., list[jax.Array]]
@@ -58,7 +59,7 @@ class Programs(NamedTuple):
     results: list[Shape]
     parts: list[Part]
     deciding: slice
-    way: Callable[[np.ndarray], int | None]
+    choice: Callable[[np.ndarray], Choice | None]
 
 
 def programs(
@@ -136,9 +137,9 @@ def _programs(
     places = [slice(begin, begin + a.size) for begin, a in zip(begins, deciding, strict=False)]
     begin = places[0].start if places else 0
 
-    def way(numbers: np.ndarray) -> int | None:
+    def choice(numbers: np.ndarray) -> Choice | None:
         values = [numbers[place.start - begin : place.stop - begin] for place in places]
-        return None if any((a < 0).any() for a in values) else passes.way(*values)
+        return None if any((a < 0).any() for a in values) else passes.choice(*values)
 
     def launched_forward(device: torch.device) -> launches.Program | None:
         together = launches.Together(1, tuple(begins), size, len(deciding))
@@ -162,7 +163,7 @@ def _programs(
         results,
         parts,
         slice(begin, places[-1].stop if places else 0),
-        way,
+        choice,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from twell_jax.ffn import explained
 from twell_jax.ffn.dispatch import MANY_TOKENS
@@ -17,6 +18,39 @@ from twell_jax.ffn.dispatch import MANY_TOKENS
 # has started the kernels: JAX starts those that give more than y, which takes it longer.
 _Y_ALONE, _WITH_MORE = 4096, 8192
 _AREA = 2048 * 5632
+
+_DENSE_STEPS = 31  # of a block, after one in which kernels took longer; then they are tried again
+
+
+class Recent:
+    """What a block that is trained did in its last steps, and who computes the next.
+
+    All calls with the same weights have the same answer, so that gradient checkpointing computes
+    again what it computed before.
+
+    Attributes:
+      gained: whether kernels took less time than dense products would have, when they last ran.
+    """
+
+    def __init__(self) -> None:
+        self.gained = True
+        self._dense_steps, self._version = 0, -1
+
+    def implementation(self, weight: torch.Tensor) -> Literal["torch", "mosaic"]:
+        """Who computes a call with this weight, whose values change between steps."""
+        if weight._version != self._version:
+            self._version = weight._version
+            self._dense_steps = max(self._dense_steps - 1, 0) if self.gained else _DENSE_STEPS
+            self.gained = True
+        return "torch" if self._dense_steps else "mosaic"
+
+
+_recent = WeakIdKeyDictionary()
+
+
+def recent(weight: torch.Tensor) -> Recent:
+    """That of the block with this weight."""
+    return _recent.setdefault(weight, Recent())
 
 
 def implementation(

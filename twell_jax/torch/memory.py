@@ -77,9 +77,9 @@ def for_the_host(numbers: torch.Tensor) -> torch.Tensor:
         return found.copy_(numbers, non_blocking=True)
 
 
-def on_the_host(
-    found: torch.Tensor, numbers: torch.Tensor, read: Callable[[np.ndarray], int | None]
-) -> int:
+def on_the_host[Found](
+    found: torch.Tensor, numbers: torch.Tensor, read: Callable[[np.ndarray], Found | None]
+) -> Found:
     """What `read` finds in the numbers that `for_the_host` made `found` of; None: not there yet."""
     while (there := read(found.numpy())) is None:
         # To wait for the stream would be to wait for all that it has got since, too.

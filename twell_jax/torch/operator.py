@@ -43,7 +43,8 @@ def sparse_ffn(
       activation, gradients: as of `twell_jax.sparse_ffn`; with "dense" ones kernels keep nothing,
         and the backward computes the block again.
       implementation: "torch" (dense, on any device) or "mosaic" (kernels, on Hopper GPUs, in
-        bfloat16 or float16). None: kernels where they were measured to win.
+        bfloat16 or float16). None: kernels where they were measured to win; in training not in the
+        31 steps after one in which most neurons were active.
       return_stats: return the statistics, too. Dense, that takes time; kernels have them anyway.
 
     Returns:
@@ -58,14 +59,18 @@ def sparse_ffn(
         _check(x, w_gate, w_up, w_down, activation, gradients, implementation)
     rows, *weights = _autocast(x, w_gate, w_up, w_down)
     rows = rows.reshape(-1, x.shape[-1])
+    recent = None
     if implementation is None:
         dtype, (tokens, width) = str(rows.dtype).removeprefix("torch."), rows.shape
-        y_alone = not (return_stats or _is_trained(rows, *weights))
-        facts = tokens, width, len(w_down), w_gate is not None, y_alone
+        is_trained = _is_trained(rows, *weights)
+        facts = tokens, width, len(w_down), w_gate is not None, not (return_stats or is_trained)
         implementation = choice.implementation(x.device.type, dtype, *facts)
+        if implementation == "mosaic" and is_trained and not torch.compiler.is_compiling():
+            recent = choice.recent(w_up)
+            implementation = recent.implementation(w_up)
     if implementation == "mosaic":
         named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
-        y, stats = _by_kernels(*named, rows, *weights, with_stats=return_stats)
+        y, stats = _by_kernels(*named, rows, *weights, with_stats=return_stats, recent=recent)
     else:
         y, stats = dense.ffn(activation, rows, *weights, with_stats=return_stats)
     y = y.reshape(x.shape)
@@ -78,6 +83,7 @@ def _by_kernels(
     rows: torch.Tensor,
     *weights: torch.Tensor | None,
     with_stats: bool,
+    recent: choice.Recent | None,
 ) -> tuple[torch.Tensor, FFNStats | None]:
     count = len(rows)
     missing = -count % next((step for most, step in STEPS if count > most), 1)
@@ -86,7 +92,7 @@ def _by_kernels(
     operands, transposed = zip(*map(_laid_out, (rows, *weights)), strict=True)
     named = activation, gradients, transposed
     if _is_trained(*operands):
-        y, *of_stats = _Differentiable.apply(with_stats, *named, *operands)
+        y, *of_stats = _Differentiable.apply(recent, with_stats, *named, *operands)
     elif with_stats:
         y, packed, *_, l1, _ = _forward(True, *named, *operands)
         of_stats = [l1, packed]
@@ -177,6 +183,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        recent: choice.Recent | None,
         with_stats: bool,
         activation: str,
         gradients: str,
@@ -184,7 +191,7 @@ class _Differentiable(torch.autograd.Function):
         *operands: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """y, and with statistics l1 and what has the others."""
-        ctx.named = activation, gradients, transposed
+        ctx.recent, ctx.named = recent, (activation, gradients, transposed)
         y, *kept, numbers = _forward(with_stats, *ctx.named, *operands)
         of_stats = [kept.pop(), kept[0]] if with_stats else []
         ctx.save_for_backward(*operands, *kept, numbers)
@@ -205,7 +212,12 @@ class _Differentiable(torch.autograd.Function):
             of_y = torch.zeros_like(x.t() if x_is_transposed else x)
         of_y = of_y.contiguous()
         found = iter(_backward(*ctx.named, *operands, kept, of_y, of_l1))
-        others = None, *(None for _ in ctx.named)
+        if ctx.recent is not None:
+            activation, gradients, transposed = ctx.named
+            programs = bridge.programs(activation, gradients, transposed, operands)
+            chosen = programs.choice(kept[-1].numpy())
+            ctx.recent.gained = chosen is None or chosen.gains
+        others = None, None, *(None for _ in ctx.named)
         return *others, *(None if a is None else next(found) for a in operands)
 
 
@@ -277,7 +289,7 @@ def _compute_backward(
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
     packed, *large, numbers = kept
-    way = memory.on_the_host(numbers, packed[programs.deciding], programs.way)
+    way, _ = memory.on_the_host(numbers, packed[programs.deciding], programs.choice)
     of_sum = None if of_l1 is None else of_l1 / len(of_y)
     if x.is_cuda:
         launched = programs.launched_backward(way, x.device, of_sum is not None)

@@ -1,5 +1,7 @@
 """Who computes a block of torch's tensors, if the caller leaves the choice."""
 
+import functools
+
 import pytest
 
 from tests.errors import ROUNDING, relative_error
@@ -7,6 +9,8 @@ from tests.packages import needed
 from tests.twell_jax.torch.drawn import operands
 
 torch = needed("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from twell_jax.ffn.explained import on_device  # noqa: E402
 from twell_jax.torch import choice, sparse_ffn  # noqa: E402
@@ -56,6 +60,54 @@ def test_the_choice_reaches_the_operator(reference_kernels, monkeypatch):
         assert found == pytest.approx(stats.nnz.item(), rel=0.01)
     tensors[0].requires_grad_()
     assert sparse_ffn(*tensors, return_stats=True)[1].union > 0
+
+
+def step(block, x, weights):
+    """Whether kernels computed a step of training, which changes the weights."""
+    y, stats = block(x, *weights, return_stats=True)
+    gradients = torch.autograd.grad(y.float().square().mean(), weights)
+    with torch.no_grad():
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight -= 1e-3 * gradient
+    return bool(stats.union >= 0)
+
+
+@pytest.fixture
+def by_kernels_at_first(reference_kernels, monkeypatch):
+    monkeypatch.setattr(choice, "implementation", lambda *_: "mosaic")
+    monkeypatch.setattr(choice, "_DENSE_STEPS", 2)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_does_not_pay_in_training_goes_dense_and_is_tried_again(
+    by_kernels_at_first, checkpointed
+):
+    x, *weights = operands()
+    weights = [a.requires_grad_() for a in weights]
+    block = sparse_ffn
+    if checkpointed:
+        block = functools.partial(checkpoint, sparse_ffn, use_reentrant=False)
+    assert [step(block, x, weights) for _ in range(3)] == [True] * 3
+    with torch.no_grad():
+        x[:, 0] = 6.0  # with which most neurons are active
+    found = [step(block, x, weights) for _ in range(7)]
+    assert found == [True, False, False, True, False, False, True]
+    with torch.no_grad():
+        x[:, 0] = -6.0
+    assert [step(block, x, weights) for _ in range(4)] == [False, False, True, True]
+
+
+def test_calls_with_the_same_weights_are_computed_alike(by_kernels_at_first):
+    x, *weights = operands()
+    x[:, 0] = 6.0
+    weights = [a.requires_grad_() for a in weights]
+    for by_kernels in (True, False):
+        for _ in range(3):  # as micro-batches, of which each has its backward
+            y, stats = sparse_ffn(x, *weights, return_stats=True)
+            y.sum().backward()
+            assert (stats.union >= 0) == by_kernels
+        with torch.no_grad():
+            weights[1] *= 1.01
 
 
 @pytest.mark.gpu
