@@ -1,8 +1,8 @@
 """The two passes of a block by kernels, for callers that keep what lies between them.
 
 JAX's own callers differentiate `sparse_ffn`. Others, such as PyTorch's autograd, call a program for
-each pass. If they know on the host which way the forward has chosen for the backward, they need no
-program that has all ways.
+each pass. As they learn on the host which way the backward has to go, they need no program that has
+all ways.
 """
 
 from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ from twell_jax.ffn.union_lasso import WindowSums
 
 
 class Way(enum.IntEnum):
-    """How `backward` computes the gradients; only the device knows."""
+    """How `backward` computes the gradients, by what the forward found."""
 
     RECOMPUTE = 0  # densely from the operands, as what was kept is not complete
     SPARSE = 1  # by the kernels, as unions and lists hold all tokens

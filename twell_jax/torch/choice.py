@@ -15,7 +15,7 @@ from twell_jax.ffn.dispatch import MANY_TOKENS
 
 # Tokens of a block of 2048 x 5632 from which no sparse pattern of the newest record torch_block
 # loses; of other widths as much work. With less, torch's dense block may have ended before the host
-# has started the kernels: JAX starts those that give more than y, which takes it longer.
+# has started the kernels: a backward has as many more, and JAX starts those that give statistics.
 _Y_ALONE, _WITH_MORE = 4096, 8192
 _AREA = 2048 * 5632
 

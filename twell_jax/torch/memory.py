@@ -2,8 +2,8 @@
 
 On a GPU an array is a name for memory: it keeps nothing, and is made once for the places at which
 tensors lie again and again. An array for each call, which JAX then has to wait for, takes the host
-longer than the program. Torch's stream waits for the results. So torch may reuse the memory of a
-tensor as soon as the call has returned, as with torch's own operators.
+longer than the program. Torch's stream waits for the results. So torch may reuse the memory of an
+operand as soon as the call has returned, as with torch's own operators.
 """
 
 from __future__ import annotations  # the documentation is built without torch
@@ -60,8 +60,13 @@ def let_jax_wait(device: torch.device) -> None:
     _computing(device).wait_stream(torch.cuda.current_stream(device))
 
 
-def for_the_host(numbers: torch.Tensor) -> torch.Tensor:
+def for_the_host(numbers: torch.Tensor, *, beside: bool) -> torch.Tensor:
     """A copy of int32 `[n]` for `on_the_host`; nothing waits for it.
+
+    Args:
+      numbers: what is copied.
+      beside: whether another stream copies it: on torch's own, the kernels before and after would
+        not overlap. The memory must be torch's, which then lets it go after the copy alone.
 
     Returns:
       int32 `[n]` on the CPU; a number is -1 until it is there.
@@ -69,18 +74,21 @@ def for_the_host(numbers: torch.Tensor) -> torch.Tensor:
     if numbers.device.type == "cpu":
         return numbers.clone()
     found = torch.full(numbers.shape, -1, dtype=torch.int32, pin_memory=True)
+    if not beside:
+        return found.copy_(numbers, non_blocking=True)
     copying = _copying(numbers.device)
     copying.wait_stream(torch.cuda.current_stream(numbers.device))
-    # On torch's own stream the kernels before and after it would not overlap. If the memory gets
-    # another use before the copy is made, the graph has gone, and nobody asks for the numbers.
     with torch.cuda.stream(copying):
-        return found.copy_(numbers, non_blocking=True)
+        found.copy_(numbers, non_blocking=True)
+    numbers.record_stream(copying)
+    return found
 
 
 def on_the_host[Found](
     found: torch.Tensor, numbers: torch.Tensor, read: Callable[[np.ndarray], Found | None]
 ) -> Found:
     """What `read` finds in the numbers that `for_the_host` made `found` of; None: not there yet."""
+    found = found.cpu()  # where hooks for saved tensors may have put it elsewhere
     while (there := read(found.numpy())) is None:
         # To wait for the stream would be to wait for all that it has got since, too.
         if not numbers.is_cuda or torch.cuda.current_stream(numbers.device).query():

@@ -45,7 +45,7 @@ def sparse_ffn(
       implementation: "torch" (dense, on any device) or "mosaic" (kernels, on Hopper GPUs, in
         bfloat16 or float16). None: kernels where they were measured to win; in training not in the
         31 steps after one in which most neurons were active.
-      return_stats: return the statistics, too. Dense, that takes time; kernels have them anyway.
+      return_stats: return the statistics, too, which takes time.
 
     Returns:
       y: `[..., D]` in the dtype of x; or y and the `FFNStats`, whose fields are tensors. Of these
@@ -62,10 +62,11 @@ def sparse_ffn(
     recent = None
     if implementation is None:
         dtype, (tokens, width) = str(rows.dtype).removeprefix("torch."), rows.shape
-        is_trained = _is_trained(rows, *weights)
-        facts = tokens, width, len(w_down), w_gate is not None, not (return_stats or is_trained)
+        y_alone = not (return_stats or _is_trained(rows, *weights))
+        facts = tokens, width, len(w_down), w_gate is not None, y_alone
         implementation = choice.implementation(x.device.type, dtype, *facts)
-        if implementation == "mosaic" and is_trained and not torch.compiler.is_compiling():
+        # Also without gradients: reentrant checkpointing calls so first.
+        if implementation == "mosaic" and w_up.requires_grad and not torch.compiler.is_compiling():
             recent = choice.recent(w_up)
             implementation = recent.implementation(w_up)
     if implementation == "mosaic":
@@ -215,7 +216,7 @@ class _Differentiable(torch.autograd.Function):
         if ctx.recent is not None:
             activation, gradients, transposed = ctx.named
             programs = bridge.programs(activation, gradients, transposed, operands)
-            chosen = programs.choice(kept[-1].numpy())
+            chosen = programs.choice(kept[-1].cpu().numpy())
             ctx.recent.gained = chosen is None or chosen.gains
         others = None, None, *(None for _ in ctx.named)
         return *others, *(None if a is None else next(found) for a in operands)
@@ -230,8 +231,7 @@ _OPERANDS = (
 
 def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
     """An operator of torch. `torch.library.custom_op` would double what the host takes for it."""
-    # CUDA graphs, which torch.compile may write, cannot hold what JAX launches, as it does but for
-    # some programs of inference.
+    # CUDA graphs, which torch.compile may write, hold no more than some programs of inference.
     tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
     _LIBRARY.define(f"{name}({arguments}) -> Tensor[]", tags=tags)
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
@@ -262,16 +262,16 @@ def _compute_forward(with_stats, activation, gradients, transposed, *operands):
     programs = bridge.programs(activation, gradients, transposed, operands)
     device, numbers = operands[0].device, list[torch.Tensor]()
 
-    def then(results: list[torch.Tensor]) -> None:
+    def copy(results: list[torch.Tensor], beside: bool = True) -> None:
         _, packed, *_ = results
-        numbers.append(memory.for_the_host(packed[programs.deciding]))
+        numbers.append(memory.for_the_host(packed[programs.deciding], beside=beside))
 
     if device.type == "cuda" and not with_stats and not launches.capturing():
         launched = programs.launched_forward(device)
         if launched is not None:
-            return [*launched(_places(operands), then), *numbers]
+            return [*launched(_places(operands), copy), *numbers]
     found = memory.run(programs.forward, [*operands])
-    then(found)
+    copy(found, beside=False)  # it is JAX's memory
     return [*(found if with_stats else found[:-1]), *numbers]
 
 

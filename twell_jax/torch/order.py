@@ -23,8 +23,8 @@ def order_by_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
       optimizer: the one that trains it, if it has begun: what it keeps for each weight moves, too.
 
     Raises:
-      ValueError: as `collect_stats`; or kernels have not computed a block, and only they measure
-        that; or two blocks have the same weight.
+      ValueError: as `collect_stats`; or kernels have not computed a block, as where most neurons
+        are active, and only they measure that; or two blocks have the same weight.
     """
     found = collect_stats(model)
     layers = {name: _layers(model.get_submodule(name)) for name in found}

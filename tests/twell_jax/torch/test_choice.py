@@ -13,7 +13,7 @@ torch = needed("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from twell_jax.ffn.explained import on_device  # noqa: E402
-from twell_jax.torch import choice, sparse_ffn  # noqa: E402
+from twell_jax.torch import choice, operator, sparse_ffn  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
@@ -108,6 +108,24 @@ def test_calls_with_the_same_weights_are_computed_alike(by_kernels_at_first):
             assert (stats.union >= 0) == by_kernels
         with torch.no_grad():
             weights[1] *= 1.01
+
+
+def test_reentrant_checkpointing_computes_again_what_it_computed(by_kernels_at_first, monkeypatch):
+    x, *weights = (a.requires_grad_() for a in operands())
+    x.data[:, 0] = 6.0
+    calls, computed = [], operator._by_kernels
+    monkeypatch.setattr(
+        operator, "_by_kernels", lambda *a, **options: calls.append(1) or computed(*a, **options)
+    )
+    block = functools.partial(sparse_ffn, w_gate=weights[0], w_up=weights[1], w_down=weights[2])
+    of_steps = []
+    for _ in range(4):
+        calls.clear()
+        checkpoint(block, x, use_reentrant=True).sum().backward()
+        of_steps.append(len(calls))
+        with torch.no_grad():
+            weights[1] *= 1.01
+    assert of_steps == [2, 0, 0, 2]
 
 
 @pytest.mark.gpu

@@ -334,6 +334,30 @@ def test_a_gpu_computes_both_passes_of_several_layers(monkeypatch, tokens, gated
         assert len({id(program) for program in launched}) == (1 if dense else 2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [0, 40])  # torch has 32, of which one then has to wait
+def test_a_copy_to_the_host_keeps_its_memory(streams):
+    """Though what it is a copy of is put elsewhere before it is made."""
+    layers = [[a.requires_grad_() for a in on_the_gpu(4096)] for _ in range(3)]
+    for x, *_ in layers[1:]:
+        x.data[:, 0] = -6.0  # no dense token, so another way than the first layer's
+    expected = [torch.autograd.grad(by_kernels(layer).sum(), layer) for layer in layers]
+    for _ in range(streams):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(10**8)
+    with torch.autograd.graph.save_on_cpu():
+        ys = [by_kernels(layer) for layer in layers]
+    for y, layer, gradients in zip(ys, layers, expected, strict=True):
+        found = torch.autograd.grad(y.sum(), layer)
+        assert all(
+            relative_error(*pair) < 2 * ROUNDING for pair in zip(found, gradients, strict=True)
+        )
+
+
+def by_kernels(layer):
+    return sparse_ffn(*layer, implementation="mosaic")
+
+
 def reference_gradients(tensors, dy):
     given = [a if a is None else a.double().requires_grad_() for a in tensors]
     y, _ = reference(*given)

@@ -102,7 +102,7 @@ def test_numbers_that_are_not_on_the_host_are_waited_for():
         return int(numbers[1]) if numbers[1] >= 0 else None
 
     numbers = torch.tensor([4, 7], dtype=torch.int32)
-    found = memory.for_the_host(numbers)
+    found = memory.for_the_host(numbers, beside=False)
     assert memory.on_the_host(found, torch.zeros(0), read) == 7
     assert memory.on_the_host(torch.full_like(found, -1), numbers, read) == 7
 
