@@ -335,6 +335,25 @@ def test_a_gpu_computes_both_passes_of_several_layers(monkeypatch, tokens, gated
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("with_stats", [False, True])  # JAX launches the forward
+def test_each_gpu_computes_its_own(with_stats):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    tensors, found = on_the_gpu(8192), []
+    dy = torch.randn_like(tensors[0])
+    expected = reference_gradients(tensors, dy)
+    for device in ("cuda:1", "cuda:0", "cuda:1"):  # the current device is the other one, too
+        layer = [a.to(device).requires_grad_() for a in tensors]
+        y = sparse_ffn(*layer, implementation="mosaic", return_stats=with_stats)
+        y = y[0] if with_stats else y
+        found.append([y, *torch.autograd.grad(y, layer, dy.to(device))])
+    for results in found:
+        for ours, theirs in zip(results, expected, strict=True):
+            ours, theirs = (a.detach().double().cpu() for a in (ours, theirs))
+            assert relative_error(ours, theirs) < 4 * ROUNDING
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("streams", [0, 40])  # torch has 32, of which one then has to wait
 def test_a_copy_to_the_host_keeps_its_memory(streams):
     """Though what it is a copy of is put elsewhere before it is made."""
