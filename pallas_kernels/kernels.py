@@ -1,18 +1,18 @@
 """What a back end offers: protocols for the feed-forward block, for decoding, and for training.
 
 A back end is a package that has each of these functions, such as `pallas_kernels.hopper`; its
-`__init__` imports them. `pallas_kernels.reference` says in pure JAX what each computes, the
-docstrings in `hopper` say it in words, with shapes. mypy compares both with the protocols: types of
-`hopper`, names of arguments of the reference, which leaves the types to these. tests/conformance
-runs the same cases on all back ends.
+`__init__` imports them, when the first is asked for. `pallas_kernels.reference` says in pure JAX
+what each computes, the docstrings in `hopper` say it in words, with shapes. mypy compares both with
+the protocols: types of `hopper`, names of arguments of the reference, which leaves the types to
+these. tests/conformance runs the same cases on all back ends.
 """
 
-from typing import Protocol
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels import hopper, reference
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
@@ -246,5 +246,23 @@ class Kernels(BlockKernels, DecodeKernels, TransformerKernels, Protocol):
     """A whole back end."""
 
 
-HOPPER: Kernels = hopper
-REFERENCE: Kernels = reference
+class _WhenUsed:
+    """A package that is imported when one of its functions is first asked for.
+
+    To import Pallas takes as long as to import JAX.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._package), name)
+
+
+if TYPE_CHECKING:
+    from pallas_kernels import hopper, reference
+
+    HOPPER: Kernels = hopper
+    REFERENCE: Kernels = reference
+else:
+    HOPPER, REFERENCE = map(_WhenUsed, ("pallas_kernels.hopper", "pallas_kernels.reference"))

@@ -105,10 +105,10 @@ def room(module: str) -> str:
 
 @pytest.fixture(scope="module")
 def loaded():
-    """Packages that `import twell_jax` loads, those that commands do, and settings that change."""
+    """Packages that `import twell_jax` loads, modules that commands do, settings that change."""
     script = """if True:
         import json, sys
-        import flax, flax.nnx, jax, jax.experimental.pallas.mosaic_gpu, numpy
+        import flax, flax.nnx, jax, numpy
         def packages():
             return {name.split(".")[0] for name in sys.modules} - sys.stdlib_module_names
         before, settings = packages(), dict(jax.config.values)
@@ -116,7 +116,7 @@ def loaded():
         ours = packages() - before
         import twell_jax.evaluate, twell_jax.generate, twell_jax.train.command
         changed = settings.items() ^ jax.config.values.items()
-        print(json.dumps([sorted(ours), sorted(packages()), sorted(changed)]))
+        print(json.dumps([sorted(ours), sorted(sys.modules), sorted(changed)]))
     """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
@@ -131,7 +131,8 @@ def test_importing_the_package_loads_jax_numpy_flax_and_nothing_else(loaded):
 def test_commands_begin_without_packages_that_take_long_to_import(loaded):
     _, commands, _ = loaded
     late = {"datasets", "grain", "huggingface_hub", "lm_eval", "matplotlib", "orbax", "tensorstore"}
-    assert not {*late, "torch", "transformers"} & set(commands)
+    late |= {"jax.experimental.pallas", "pallas_kernels.hopper", "torch", "transformers"}
+    assert not late & set(commands)
 
 
 @pytest.mark.parametrize("module", sorted(set(FILES) - set(COMMANDS)))
