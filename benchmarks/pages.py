@@ -206,6 +206,17 @@ TABLES: dict[str, Table] = {
             "against XLA in 8 bits": error("twin_logits_error"),
         },
     ),
+    "start": Table(
+        title="From the command to the second token",
+        about="Seconds from the start of `python -m twell_jax.generate` to the second token, as "
+        'medians. "fresh" starts find nothing that was kept of what JAX traces and compiles, those '
+        '"again" do; "imports" are a part of both.',
+        case={"model": number("model"), "start": number("start")},
+        results={
+            "s": number("seconds", "{:.1f}"),
+            "least and most": lambda row: f"{min(row['runs']):.1f} / {max(row['runs']):.1f}",
+        },
+    ),
     "losses": training_tables.LOSSES,
     "precision": training_tables.PRECISION,
     "lasso": training_tables.LASSO,
