@@ -1,6 +1,5 @@
 """The back ends that tests run with, and back ends of which they replace a function."""
 
-import types
 from typing import Any
 
 import pytest
@@ -14,8 +13,15 @@ BACK_ENDS = [
 ]
 
 
-def changed(kernels: Kernels, **functions: Any) -> Kernels:
+class _Changed:
+    def __init__(self, kernels: Kernels, functions: dict[str, Any]) -> None:
+        self._kernels = kernels
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+
+def changed(kernels: Kernels, **functions: Any) -> Any:
     """The back end with other functions of these names."""
-    other = types.ModuleType(kernels.name)
-    vars(other).update(vars(kernels) | functions)
-    return other
+    return _Changed(kernels, functions)
