@@ -3,6 +3,7 @@
 from __future__ import annotations  # the documentation is built without torch
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -17,7 +18,7 @@ from twell_jax.ffn import Rectifier, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.numeric import STANDARD
-from twell_jax.ffn.passes import Choice, of_block, transpose
+from twell_jax.ffn.passes import Choice, Passes, of_block, transpose
 from twell_jax.torch import launches
 
 type Shape = jax.ShapeDtypeStruct
@@ -99,14 +100,7 @@ def _programs(
 
     act, like = _activation_of(activation), jax.eval_shape(upright, shapes)
     passes = of_block(like, act, _gradients_of(gradients))
-    _, stats, kept = jax.eval_shape(passes.forward, *like)
-    leaves, structure = jax.tree.flatten(kept)
-    deciding = passes.deciding(kept)
-    order = sorted(range(len(leaves)), key=lambda n: _place(leaves[n], deciding))
-    _, *others = jax.tree.leaves(stats)  # which l1 comes first of
-    small = [leaves[n] for n in order if _is_small(leaves[n])]
-    sizes = [sum(a.size for a in others), *(a.size for a in small)]
-    *begins, size = accumulate(map(_padded, sizes))
+    layout = _layout_of(passes, *jax.eval_shape(passes.forward, *like)[1:])
 
     def infer(operands: Sequence) -> list:
         return [sparse_ffn(*upright(operands), activation=act, implementation="mosaic")[0]]
@@ -115,39 +109,36 @@ def _programs(
     def forward(operands: Sequence) -> list:
         y, stats, kept = passes.forward(*upright(operands))
         l1, *others = jax.tree.leaves(stats)
-        ordered = [jax.tree.leaves(kept)[n] for n in order]
-        return [y, _packed(others, ordered[: len(small)]), *ordered[len(small) :], l1]
+        small, large = layout.ordered(kept)
+        return [y, _packed(others, small), *large, l1]
 
     @STANDARD
     def forward_alone(operands: Sequence) -> list:
         y, _, kept = passes.forward(*upright(operands))
-        return [y, *(jax.tree.leaves(kept)[n] for n in order)]
+        return [y, *itertools.chain(*layout.ordered(kept))]
 
     @STANDARD
     def backward(
         way: int, operands: Sequence, small: list, large: list, of_y: jax.Array, of_sum: Any
     ) -> list:
-        found = dict(zip(order, [*small, *large], strict=True))
-        tree = jax.tree.unflatten(structure, [found[n] for n in range(len(leaves))])
+        tree = layout.tree([*small, *large])
         of_sum = jnp.zeros((), jnp.float32) if of_sum is None else of_sum
         return jax.tree.leaves(upright(passes.backward(way, tree, upright(operands), of_y, of_sum)))
 
     results = jax.eval_shape(forward, shapes)
-    parts = [(begin, a.shape) for begin, a in zip(begins, small, strict=True)]
-    places = [slice(begin, begin + a.size) for begin, a in zip(begins, deciding, strict=False)]
-    begin = places[0].start if places else 0
 
     def choice(numbers: np.ndarray) -> Choice | None:
-        values = [numbers[place.start - begin : place.stop - begin] for place in places]
+        values = [numbers[place] for place in layout.deciding]
         return None if any((a < 0).any() for a in values) else passes.choice(*values)
 
     def launched_forward(device: torch.device) -> launches.Program | None:
-        together = launches.Together(1, tuple(begins), size, len(deciding))
+        begins = tuple(begin for begin, _ in layout.parts)
+        together = launches.Together(1, begins, layout.size, len(layout.deciding))
         return launches.of(forward_alone, (shapes,), device, together)
 
     def launched_backward(way: int, device: torch.device, with_l1: bool) -> launches.Program | None:
         y, _, *large, of_sum = results
-        kept = [jax.ShapeDtypeStruct(shape, jnp.int32) for _, shape in parts]
+        kept = [jax.ShapeDtypeStruct(shape, jnp.int32) for _, shape in layout.parts]
         of = shapes, kept, large, y, of_sum if with_l1 else None
         return launches.of(functools.partial(backward, way), of, device)
 
@@ -161,20 +152,66 @@ def _programs(
         functools.cache(lambda way: compiled(functools.partial(backward, way))),
         functools.cache(launched_backward),
         results,
-        parts,
-        slice(begin, places[-1].stop if places else 0),
+        layout.parts,
+        layout.region,
         choice,
     )
 
 
+class _Layout(NamedTuple):
+    """How what the backward needs lies: what decides about it, what else is small, and the rest.
+
+    Attributes:
+      structure: of the tree that the forward keeps.
+      order: the numbers of its leaves in this order.
+      parts: see `Programs`; of the leaves that are small, so the first ones.
+      size: of the packed array.
+      region: the part of it that decides.
+      deciding: where in that part each array lies; all have one axis.
+    """
+
+    structure: Any
+    order: list[int]
+    parts: list[Part]
+    size: int
+    region: slice
+    deciding: list[slice]
+
+    def ordered(self, kept: Any) -> tuple[list, list]:
+        """The leaves in their order: those that are small, and the others."""
+        leaves = jax.tree.leaves(kept)
+        ordered = [leaves[n] for n in self.order]
+        return ordered[: len(self.parts)], ordered[len(self.parts) :]
+
+    def tree(self, ordered: Sequence) -> Any:
+        """What `ordered` took apart."""
+        found = dict(zip(self.order, ordered, strict=True))
+        return jax.tree.unflatten(self.structure, [found[n] for n in range(len(found))])
+
+
+def _layout_of(passes: Passes, stats: Any, kept: Any) -> _Layout:
+    """The layout of what a forward keeps, of shapes."""
+    leaves, structure = jax.tree.flatten(kept)
+    deciding = passes.deciding(kept)
+
+    def rank(n: int) -> int:
+        of_first = (at for at, one in enumerate(deciding) if one is leaves[n])
+        return next(of_first, len(deciding) + (not _is_small(leaves[n])))
+
+    order = sorted(range(len(leaves)), key=rank)
+    small = [leaves[n] for n in order if _is_small(leaves[n])]
+    _, *others = jax.tree.leaves(stats)  # which l1 comes first of
+    sizes = [sum(a.size for a in others), *(a.size for a in small)]
+    *begins, size = accumulate(map(_padded, sizes))
+    parts = [(begin, a.shape) for begin, a in zip(begins, small, strict=True)]
+    first = begins[0] if deciding else 0
+    places = [slice(b - first, b - first + a.size) for b, a in zip(begins, deciding, strict=False)]
+    stop = first + places[-1].stop if places else 0
+    return _Layout(structure, order, parts, size, slice(first, stop), places)
+
+
 def _is_small(a: jax.Array | Shape) -> bool:
     return a.size <= _SMALL and a.dtype == jnp.int32
-
-
-def _place(a: Shape, first: Sequence[Shape]) -> int:
-    """Where an array comes: those of `first` in their order, then what is small, then the rest."""
-    places = (n for n, one in enumerate(first) if one is a)
-    return next(places, len(first) + (not _is_small(a)))
 
 
 def _packed(stats: Sequence[jax.Array], parts: Sequence[jax.Array]) -> jax.Array:
