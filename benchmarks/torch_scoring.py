@@ -7,8 +7,8 @@ Weights are random, with the pattern of active neurons that benchmarks.inference
 has `model.context` tokens. The decoder is called from Python, and the head and the cross-entropies
 follow sequence by sequence, as the logits of all would not fit into memory. Rows "compiled" have
 each layer, and head and cross-entropies, behind torch.compile: compiled as a whole, the decoder
-gives attention a mask, with which torch takes a slower kernel. Blocks choose what computes them, as
-a user's do: "computed_by" says it. Before, `lay_out` and `order_by_use` have prepared them, the
+gives attention a mask, with which torch has no flash attention. Blocks choose what computes them,
+as a user's do: "computed_by" says it. Before, `lay_out` and `order_by_use` have prepared them, the
 latter by the first micro-batch.
 Errors compare with the same model, eager, whose feed-forward modules compute in float32: "error"
 the cross-entropies of all tokens, "logits_error" the logits after each sequence. After

@@ -249,7 +249,7 @@ class Kernels(BlockKernels, DecodeKernels, TransformerKernels, Protocol):
 class _WhenUsed:
     """A package that is imported when one of its functions is first asked for.
 
-    To import Pallas takes as long as to import JAX.
+    To import Pallas takes nearly as long as to import JAX.
     """
 
     def __init__(self, package: str) -> None:

@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from twell_jax.ffn import explained
 from twell_jax.ffn.dispatch import MANY_TOKENS
 
-# Tokens of a block of 2048 x 5632 from which no sparse pattern of the newest record torch_block
-# loses; of other widths as much work. With less, torch's dense block may have ended before the host
+# Tokens of a block of 2048 x 5632 from which no sparse pattern of the records torch_block loses; of
+# other widths as much work. With less, torch's dense block may have ended before the host
 # has started the kernels: a backward has as many more, and JAX starts those that give statistics.
 _Y_ALONE, _WITH_MORE = 4096, 8192
 _AREA = 2048 * 5632
