@@ -4,7 +4,8 @@
 
 As in benchmarks.ffn, a measured function goes through `LAYERS` sets of weights. Rows also give the
 bytes that a layer keeps for the backward, besides x and the weights, the peak memory that XLA
-reserves for one layer's forward and backward, and which gradients train.py would plan.
+reserves for one layer's forward and backward, and which gradients train.py would plan. "planned"
+is the block as train.py then calls it.
 """
 
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ _BLOCKS = {
 BLOCKS = {  # the arguments of `sparse_ffn` for each; the baseline first
     **_BLOCKS,
     **{f"{name}, float8": block | {"matmul_dtype": "float8"} for name, block in _BLOCKS.items()},
+    "planned": {},
 }
 CASES = [
     {"pattern": "skewed", "nnz": 29, "in_8_bits": True},
@@ -63,9 +65,9 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for dense gradients, and rows for sparse ones.
 
-    These are one with each of the capacities, and one with the first of them for the same layers
-    with their neurons "by use". `in_8_bits` repeats the first row and the last with products of
-    8-bit operands.
+    These are one with each of the capacities, and, for the same layers with their neurons "by use",
+    one with the first of them and one as planned. `in_8_bits` repeats the dense row and the sparse
+    one by use with products of 8-bit operands.
     """
     x, layers = draw(m, pattern, nnz, 1, heavy_every, gated, d=d, h=h)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
@@ -79,12 +81,19 @@ def measure(
     by_use = ordered, exact(x, ordered[0], dy)
     others = [("sparse", capacity, "as drawn", layers, reference) for capacity in capacities]
     others += [("sparse", capacities[0], "by use", *by_use)]
+    planned = {
+        "as drawn": planned_capacity(x, layers[0]),
+        "by use": planned_capacity(x, ordered[0]),
+    }
+    others += [("planned", planned["by use"] or None, "by use", *by_use)]
     if in_8_bits:
         others += [("dense, float8", None, "as drawn", layers, reference)]
         others += [("sparse, float8", capacities[0], "by use", *by_use)]
     for name, capacity, order, of_order, reference in others:
         measured = measure_block(name, capacity, x, of_order, dy, reference)
         row = case | {"order": order} | measured
+        if not name.startswith("dense"):
+            row["chosen"] = f"capacity {planned[order]:g}" if planned[order] else "dense"
         yield row | baseline | {"speedup": dense["ms"] / row["ms"]}
 
 
@@ -109,17 +118,20 @@ def measure_block(name: str, capacity: float | None, x, layers, dy, reference) -
     both = compiled(name, capacity, *jax.tree.map(jax.typeof, (*operands, dy)))
     out, overflow = both(*operands, dy)
     pairs = zip(*map(jax.tree.leaves, (out, reference)), strict=True)
-    row = BLOCKS[name] | {
-        "ms": timing.milliseconds(layered, x, layers, dy, calls=4) / LAYERS,
-        "errors": [record.relative_error(grad, ref) for grad, ref in pairs],
-        "kept_bytes": kept_bytes(ffn, operands),
-        "peak_bytes": both.memory_analysis().temp_size_in_bytes,
-    }
+    row = (
+        {"implementation": name}
+        | BLOCKS[name]
+        | {
+            "ms": timing.milliseconds(layered, x, layers, dy, calls=4) / LAYERS,
+            "errors": [record.relative_error(grad, ref) for grad, ref in pairs],
+            "kept_bytes": kept_bytes(ffn, operands),
+            "peak_bytes": both.memory_analysis().temp_size_in_bytes,
+        }
+    )
     if capacity:
         _, stats = jax.jit(sparse_ffn)(*operands)
         row |= {"gradient_capacity": capacity, "overflow": float(overflow)}
         row |= {"union": float(stats.union), "listed": float(stats.listed)}
-        row["chosen"] = choice_of_train(row["union"], row["listed"])
     return row
 
 
@@ -140,10 +152,11 @@ def compiled(name: str, capacity: float | None, *types) -> jax.stages.Compiled:
     return both.lower(*types).compile()
 
 
-def choice_of_train(union: float, listed: float) -> str:
-    """The gradients that train.py plans for a layer that measured this."""
-    plan = GradientPlan.dense(1).revised([union], [listed], [0])
-    return f"capacity {plan.announced[0]:g}" if plan.announced[0] else "dense"
+def planned_capacity(x, layer) -> float:
+    """That of the gradients that train.py plans for a layer that measures this; 0 if dense."""
+    _, stats = jax.jit(sparse_ffn)(x, *layer)
+    plan = GradientPlan.dense(1).revised([float(stats.union)], [float(stats.listed)], [0])
+    return plan.announced[0]
 
 
 def forward_and_backward(ffn, x, w_gate, w_up, w_down, dy):

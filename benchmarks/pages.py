@@ -37,7 +37,9 @@ def _generate(row: Row) -> str:
 
 def _gradients(row: Row) -> str:
     named = [row["implementation"]]
-    if "gradient_capacity" in row:
+    if row["implementation"] == "planned":
+        named = [row["order"], "as planned"]
+    elif "gradient_capacity" in row:
         named = [row["order"], f"capacity {row['gradient_capacity']:g}"]
     return ", ".join([*named, *([row["matmul_dtype"]] if "matmul_dtype" in row else [])])
 
@@ -112,7 +114,7 @@ TABLES: dict[str, Table] = {
         'of `order_by_use`, in which train.py puts them. "float8" has 8-bit operands, with sparse '
         "gradients in the product of the forward gate alone. The last columns are in the order of "
         'those before, or have one value if all agree. "train.py takes" is what '
-        '`sparse_gradients_every` comes to; "kept" is what the '
+        '`sparse_gradients_every` comes to, and "as planned" the block with it; "kept" is what the '
         'forward keeps for the backward besides x and the weights, and "peak" what XLA reserves '
         'for one layer, both in GB. "error" is the largest of those of y and of the gradients.',
         case={

@@ -26,13 +26,14 @@ def test_rows_are_complete_and_rendered(gated, reference_kernels, monkeypatch, t
         assert max(row["errors"]) < (0.4 if "matmul_dtype" in row else 2e-2)
         assert row["speedup"] == row["baseline_ms"] / row["ms"]
         assert row["peak_bytes"] > 0 and row["kept_bytes"] > 0
-    dense, sparse, half, by_use, *in_8_bits = rows
+    dense, sparse, half, by_use, planned, *in_8_bits = rows
     assert [row["matmul_dtype"] for row in in_8_bits] == 2 * ["float8"]
     assert in_8_bits[0]["implementation"] == "xla" and in_8_bits[1]["order"] == "by use"
     assert dense["implementation"] == "xla" and "overflow" not in dense
     assert (sparse["gradient_capacity"], half["gradient_capacity"]) == (1, 0.5)
     assert sparse["overflow"] == 0 and sparse["chosen"] == "dense"  # both chunks are used
     assert by_use["order"] == "by use" and by_use["kept_bytes"] == sparse["kept_bytes"]
+    assert planned["chosen"] == "dense" and planned["kept_bytes"] == dense["kept_bytes"]
     assert sparse["union"] == 1 and half["kept_bytes"] < sparse["kept_bytes"]
     assert dense["kept_bytes"] >= 2 * 2 * 128 * 256  # g and u
     assert sparse["packing"] == "unions" and sparse["gradients"] == "sparse"
@@ -42,7 +43,7 @@ def test_rows_are_complete_and_rendered(gated, reference_kernels, monkeypatch, t
     assert shared.startswith(f"All lines: pattern uniform, gated {'yes' if gated else 'no'}, ")
     assert [line.split(" | ")[0] for line in lines[2:]] == [
         "| xla", "| as drawn, capacity 1", "| as drawn, capacity 0.5", "| by use, capacity 1",
-        "| xla, float8", "| by use, capacity 1, float8",
+        "| by use, as planned", "| xla, float8", "| by use, capacity 1, float8",
     ]  # fmt: skip
 
 
