@@ -23,7 +23,9 @@ from pallas_kernels.quantised import Cache, Operand, Quantised, Tokens
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
-__all__ = ["HOPPER", "MAX_FEW_TOKENS", "REFERENCE", "BlockKernels", "DecodeKernels", "Kernels"]
+__all__ = [
+    "HOPPER", "MAX_FEW_TOKENS", "MMA", "REFERENCE", "BlockKernels", "DecodeKernels", "Kernels"
+]  # fmt: skip
 
 type Array = jax.Array
 
@@ -161,7 +163,13 @@ class BlockKernels(Protocol):
 
 
 class DecodeKernels(Protocol):
-    """The kernels of a decoding step, for up to 64 tokens (`layouts.stream`)."""
+    """The kernels of a decoding step, for up to 64 tokens (`layouts.stream`).
+
+    Attributes:
+      decodes: whether there are any; if not, XLA decodes.
+    """
+
+    decodes: bool
 
     def has_room(
         self,
@@ -260,9 +268,12 @@ class _WhenUsed:
 
 
 if TYPE_CHECKING:
-    from pallas_kernels import hopper, reference
+    from pallas_kernels import hopper, mma, reference
 
     HOPPER: Kernels = hopper
+    MMA: Kernels = mma
     REFERENCE: Kernels = reference
 else:
-    HOPPER, REFERENCE = map(_WhenUsed, ("pallas_kernels.hopper", "pallas_kernels.reference"))
+    HOPPER, MMA, REFERENCE = (
+        _WhenUsed(f"pallas_kernels.{package}") for package in ("hopper", "mma", "reference")
+    )

@@ -29,6 +29,7 @@ from pallas_kernels.hopper.unions.weight_grads import weight_grads
 
 __all__ = [
     "decode_layers",
+    "decodes",
     "dense_block",
     "dense_rows",
     "few_tokens_ffn",
@@ -53,3 +54,4 @@ __all__ = [
 ]
 
 name: str = "Hopper"
+decodes: bool = True

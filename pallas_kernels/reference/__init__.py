@@ -15,6 +15,7 @@ from pallas_kernels.reference.unions import gate_union, union_down, union_plan, 
 
 __all__ = [
     "decode_layers",
+    "decodes",
     "dense_block",
     "dense_rows",
     "few_tokens_ffn",
@@ -39,3 +40,4 @@ __all__ = [
 ]
 
 name: str = "reference"
+decodes: bool = True

@@ -154,6 +154,8 @@ def _unsupported(
       batch: sequences of the cache, of which each gets one more token.
       capacity: tokens of the cache.
     """
+    if not kernels.decodes:
+        return f"{kernels.name} has no kernels that decode"
     size = config.head_dim
     # Every key of the model that changes what is computed must be known to a kernel or be here, or
     # in `_unsupported_by_chain`.

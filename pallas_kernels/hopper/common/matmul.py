@@ -2,11 +2,11 @@
 of `dense_block`.
 
 A producer warpgroup streams tiles of `a` and `b` through a ring of shared-memory stages by TMA; two
-consumer warpgroups, one above the other along the rows of `a`, multiply them with WGMMA and hand
-their accumulators to the epilogue. A stage passes from the producer to the first consumer,
-then to the second, then back: the second stays a step behind, so that it still multiplies when the
-first begins its epilogue. The ring runs on across output blocks, so that the next operands are
-there when an epilogue ends.
+consumer warpgroups, one above the other along the rows of `a`, multiply them by the `engine` and
+hand their accumulators to the epilogue. By WGMMA a stage passes from the producer to the first
+consumer, then to the second, then back: the second stays a step behind, so that it still multiplies
+when the first begins its epilogue. The ring runs on across output blocks, so that the next operands
+are there when an epilogue ends.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import versions
+from pallas_kernels.hopper.common import engine, versions
+from pallas_kernels.hopper.common.engine import Engine, Factor
 from pallas_kernels.hopper.common.scales import of_columns, of_rows, padded
 from pallas_kernels.hopper.common.support import sm_count
-from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, are_before, stage_k, tiled
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, are_before, tiled
 from pallas_kernels.quantised import Scales
 
 BLOCK_ROWS = CONSUMERS * ACC_ROWS  # rows of `a` in a tile
-_RING_BYTES = 216 << 10  # of shared memory, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +96,13 @@ def matmul(
     k, columns = a.shape[1], schedule.columns
     size = bs[0].shape[1 - k_axis]
     cost = versions.cost(2 * k * len(a) * len(bs) * size, (a, *bs, *jax.tree.leaves(out_type)))
-    step = stage_k(a.dtype)
+    multiplier = engine.current()
+    step = multiplier.k_bytes // a.dtype.itemsize
     b_shape = (len(bs) * columns, step) if k_axis == 1 else (step, columns)
-    most = _RING_BYTES // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
+    b_tile = step if k_axis == 1 else None
+    scratch = jax.tree.leaves(scratch_types, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+    room = multiplier.ring_bytes - sum(math.prod(s.shape) * s.dtype.itemsize for s in scratch)
+    most = room // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
     stages = min(schedule.stages, most, k // step // schedule.parts)
     blocks = pl.cdiv(a.shape[0], BLOCK_ROWS), pl.cdiv(size, columns) * schedule.parts
     # For the tiling below.
@@ -113,15 +117,18 @@ def matmul(
             blocks=blocks,
             k_axis=k_axis,
             schedule=schedule,
+            multiplier=multiplier,
         ),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
-                a=plgpu.SMEM((stages, BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype)),
-                b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype)),
+                a=plgpu.SMEM((stages, BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype, step)),
+                b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype, b_tile)),
                 loaded=plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=stages),
                 handed=plgpu.Barrier(num_barriers=stages),
-                free=plgpu.Barrier(num_barriers=stages),
+                free=plgpu.Barrier(
+                    num_arrivals=1 if multiplier.staggered else CONSUMERS, num_barriers=stages
+                ),
             ),
             scratch=scratch_types,
         ),
@@ -147,6 +154,7 @@ class _Blocks:
       stages: stages in the ring.
       k_axis: the axis of K in the matrices `b`.
       schedule: what the SMs do when.
+      multiplier: how they multiply.
     """
 
     shape: tuple[int | jax.Array, int]
@@ -154,6 +162,7 @@ class _Blocks:
     stages: int
     k_axis: int
     schedule: Schedule
+    multiplier: Engine
 
     def for_each(self, body: Callable[..., None]) -> None:
         """Calls `body(row block, column tile, steps before)` for every block of this SM."""
@@ -182,12 +191,13 @@ def _kernel(
     blocks,
     k_axis,
     schedule,
+    multiplier,
 ):
     limit = None if rows is None else jnp.clip(rows[0], 0, a_gmem.shape[0])
     every, computed = blocks, blocks[0] if limit is None else pl.cdiv(limit, BLOCK_ROWS)
     stages, _, step = ring["a"].shape
     steps = a_gmem.shape[1] // step // schedule.parts
-    blocks = _Blocks((computed, every[1]), steps, stages, k_axis, schedule)
+    blocks = _Blocks((computed, every[1]), steps, stages, k_axis, schedule, multiplier)
     warpgroup = lax.axis_index("warpgroup")
     is_first = warpgroup == 0
 
@@ -250,42 +260,42 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
     loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
     plgpu.set_max_registers(232, action="increase")
     my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+    gives_back = ~is_first if blocks.multiplier.staggered else None
 
     for s in range(blocks.stages):
-        plgpu.barrier_arrive(free.at[s], predicate=~is_first)
-
-    def pass_on(s):
-        plgpu.barrier_arrive(handed.at[s], predicate=is_first)
-        plgpu.barrier_arrive(free.at[s], predicate=~is_first)
+        plgpu.barrier_arrive(free.at[s], predicate=gives_back)
 
     @blocks.for_each
     def _(block, tile, before):
-        def multiply(acc, k):
+        def mine(k):
+            return ring["a"].at[blocks.stage(before + k), my_rows]
+
+        def take(k):
             s = blocks.stage(before + k)
-            lax.cond(
-                is_first,
-                lambda: plgpu.barrier_wait(loaded.at[s]),
-                lambda: plgpu.barrier_wait(handed.at[s]),
-            )
-            b = ring["b"].at[s]
-            plgpu.wgmma(acc, ring["a"].at[s, my_rows], b.T if blocks.k_axis == 1 else b)
+            if blocks.multiplier.staggered:
+                lax.cond(
+                    is_first,
+                    lambda: plgpu.barrier_wait(loaded.at[s]),
+                    lambda: plgpu.barrier_wait(handed.at[s]),
+                )
+            else:
+                plgpu.barrier_wait(loaded.at[s])
+            return Factor(mine(k), 1), Factor(ring["b"].at[s], blocks.k_axis)
 
-        def accumulate(acc):
-            multiply(acc, 0)
-
-            @pl.loop(1, blocks.steps)
-            def _(k):
-                multiply(acc, k)
-                plgpu.wgmma_wait(1)
-                pass_on(blocks.stage(before + k - 1))
-
-            plgpu.wgmma_wait(0)
-            pass_on(blocks.stage(before + blocks.steps - 1))
-            return acc[...]
+        def release(k, predicate):
+            s = blocks.stage(before + k)
+            if blocks.multiplier.staggered:
+                plgpu.barrier_arrive(handed.at[s], predicate=_both(is_first, predicate))
+            plgpu.barrier_arrive(free.at[s], predicate=_both(gives_back, predicate))
 
         columns = ring["b"].shape[2 - blocks.k_axis]
-        acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
+        acc = blocks.multiplier.products(columns, blocks.steps, take, release, mine)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         finish(acc, CONSUMERS * block + warpgroup, tile)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _both(one, other):
+    """Of predicates of which None always holds."""
+    return one if other is None else other if one is None else one & other

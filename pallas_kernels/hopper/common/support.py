@@ -12,8 +12,8 @@ from pallas_kernels.layouts import twell
 from pallas_kernels.quantised import E4M3, Operand, Quantised
 from pallas_kernels.weights import DTYPES
 
-_HOPPER = ("H100", "H20", "H800")  # in names of devices of compute capability 9.0; H20: H200, too
-
+# What is in names of devices, by the major number of their compute capability; H20: H200, too.
+_NAMES = {9: ("H100", "H20", "H800"), 12: ("RTX PRO", "RTX 50", "GB10")}
 
 # With these XLA may run two kernels of a program at the same time. They could share a counter: see
 # `gathered_matmul`.
@@ -25,14 +25,21 @@ _CONCURRENT = (
 
 
 def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """Why the kernels cannot serve a block on this device; None if they can.
+    """Why Hopper's kernels cannot serve a block on this device; None if they can.
 
     Args:
       w: `[H, D]`, any of the block's weights.
     """
-    kind, is_hopper = _device()
-    if not is_hopper:  # other weights would not help
-        return f"it needs a Hopper GPU, got {kind}"
+    return unsupported_by((9,), "a Hopper GPU", w)
+
+
+def unsupported_by(
+    majors: tuple[int, ...], needed: str, w: jax.Array | jax.ShapeDtypeStruct
+) -> str | None:
+    """Why kernels for devices of these compute capabilities, `needed` in words, cannot serve."""
+    kind, major = _device()
+    if major not in majors:  # other weights would not help
+        return f"it needs {needed}, got {kind}"
     try:
         check_weight("w_down", w)
     except ValueError as error:
@@ -127,10 +134,12 @@ def check_tokens(x: jax.Array) -> None:
         )
 
 
-def _device() -> tuple[str, bool]:
-    """The name of the device that is run on, or lowered for, and whether it is a Hopper GPU."""
+def _device() -> tuple[str, int | None]:
+    """The name of the device that is run on, or lowered for, and its major compute capability; None
+    if it is no GPU or, of one that is not there, not known."""
     device = current()
+    kind = device.device_kind
     if isinstance(device, AbstractDevice):
-        return device.device_kind, any(name in device.device_kind for name in _HOPPER)
-    is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
-    return device.device_kind, is_hopper
+        known = (major for major, names in _NAMES.items() if any(name in kind for name in names))
+        return kind, next(known, None)
+    return kind, int(device.compute_capability.split(".")[0]) if device.platform == "gpu" else None

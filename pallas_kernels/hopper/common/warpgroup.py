@@ -33,6 +33,23 @@ def fence() -> None:
     step()
 
 
+@primitive
+def end_reads() -> None:
+    """Orders each thread's reads of SMEM before what TMA writes there, once that has waited at a
+    barrier at which the thread then arrives."""
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    step()
+
+
+@end_reads.in_jax
+def _committed() -> None:
+    plgpu.commit_smem()
+
+
 @barrier.in_jax
 @fence.in_jax
 def _one_thread() -> None:

@@ -1,7 +1,8 @@
 """Matmuls with gathered rows on Hopper: the frame of `union_*`, `hidden_grads`, `weight_grads`.
 
 A producer warpgroup fills a `Ring` of shared-memory stages; two consumer warpgroups multiply them,
-each into an accumulator of its own, usually 64 x 256. An SM takes its jobs from a `JobQueue`.
+each into an accumulator of its own, 64 x 256 if the `engine` allows. An SM takes its jobs from a
+`JobQueue`.
 """
 
 import dataclasses
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common import engine
 from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, tiled
 from pallas_kernels.hopper.unions import pipeline
-from pallas_kernels.hopper.unions.pipeline import AHEAD, STAGES, JobQueue, Ring
+from pallas_kernels.hopper.unions.pipeline import JobQueue, Ring
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
 
 _BUFFERS = 2  # of a consumer, for `write`
@@ -26,8 +28,9 @@ _FEW_TILES = 4  # row tiles that leave most SMs without a job of 256 tokens
 
 
 def job_tokens(tiles: int) -> int:
-    """Tokens of a row tile in one job: all, or where jobs would be few, half of them."""
-    return TILE_TOKENS // 2 if tiles <= _FEW_TILES else TILE_TOKENS
+    """Tokens of a row tile in one job: as many as the engine can; where jobs would be few, half."""
+    most = engine.current().tokens
+    return min(most, TILE_TOKENS // 2) if tiles <= _FEW_TILES else most
 
 
 def gathered_matmul(
@@ -68,10 +71,12 @@ def gathered_matmul(
       name: the kernel's name.
     """
     stage_dtype = dtype if stage_dtype is None else stage_dtype
-    a = plgpu.SMEM((STAGES, *a_shape), stage_dtype, transforms=tiled(stage_dtype))
-    a_16 = plgpu.SMEM((STAGES, a_shape[0], STAGE_K), dtype, transforms=TILED)
+    stages = engine.current().stages
+    a = plgpu.SMEM((stages, *a_shape), stage_dtype, transforms=tiled(stage_dtype))
+    a_16 = plgpu.SMEM((stages, a_shape[0], STAGE_K), dtype, transforms=TILED)
     rows = {"a": a} if stage_dtype == dtype else {"views_of_a": plgpu.RefUnion(a, a_16)}
-    indices = {"indices": plgpu.SMEM((AHEAD, STAGE_K), jnp.int32)} if a_shape[0] == STAGE_K else {}
+    if a_shape[0] == STAGE_K:
+        rows["indices"] = plgpu.SMEM((stages // 2 + 1, STAGE_K), jnp.int32)
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -85,10 +90,9 @@ def gathered_matmul(
         scratch_types=dict(
             ring=dict(
                 **rows,
-                b=plgpu.SMEM((STAGES, *b_shape), stage_dtype, transforms=tiled(stage_dtype)),
-                loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=STAGES),
-                free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
-                **indices,
+                b=plgpu.SMEM((stages, *b_shape), stage_dtype, transforms=tiled(stage_dtype)),
+                loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=stages),
+                free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             ),
             queue=pipeline.queue_types(CONSUMERS),
             buffers=plgpu.SMEM((CONSUMERS, _BUFFERS, ACC_ROWS, ACC_ROWS), dtype, transforms=TILED),

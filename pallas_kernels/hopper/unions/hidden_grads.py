@@ -15,15 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import support
+from pallas_kernels.hopper.common import engine, support
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
+from pallas_kernels.hopper.common.warpgroup import end_reads
 from pallas_kernels.hopper.unions import gathered_matmul, list_entries, row_copies
-from pallas_kernels.hopper.unions.union_up import Item, describe_item
+from pallas_kernels.hopper.unions.union_up import Item, describe_item, item_and_first_token
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.rectifiers import RELU, Rectifier
-
-_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a chunk
 
 
 class _Operands(NamedTuple):
@@ -54,9 +53,15 @@ class _Operands(NamedTuple):
     dy: Any
     w_down: Any
 
-    def blocks_of_a_part(self) -> list:
-        """Arrays of which a part takes a stage each, in this order."""
-        return [self.hidden] if self.extra is None else [self.extra, self.hidden]
+    def blocks_of_a_part(self, rows: int) -> list:
+        """What a part takes stages of, in this order: an array, the first of its rows, and how many
+        a stage has, up to `rows`."""
+        arrays = [self.hidden] if self.extra is None else [self.extra, self.hidden]
+        return [
+            (array, first, min(rows, array.shape[1]))
+            for array in arrays
+            for first in range(0, array.shape[1], rows)
+        ]
 
 
 def hidden_grads(
@@ -119,6 +124,8 @@ def hidden_grads(
     if lists is not None:
         zeros = list_entries.zeros(lists, 1 + rows // CHUNK_NEURONS, w_down.dtype)
         entries = [in_place.mutable(a) for a in zeros]
+    tokens = engine.current().tokens
+    shares = TILE_TOKENS // tokens
     gathered_matmul.gathered_matmul(
         _Operands(
             plan.item_count,
@@ -135,12 +142,12 @@ def hidden_grads(
             w_down,
         ),
         job_type=Item,
-        jobs=lambda operands: operands.item_count[0],
-        describe=describe_item,
-        produce=_produce,
-        consume=functools.partial(_consume, rectifier),
+        jobs=lambda operands: shares * operands.item_count[0],
+        describe=functools.partial(describe_item, shares),
+        produce=functools.partial(_produce, tokens),
+        consume=functools.partial(_consume, tokens, rectifier),
         a_shape=(CONSUMERS * ACC_ROWS, STAGE_K),
-        b_shape=(TILE_TOKENS, STAGE_K),
+        b_shape=(tokens, STAGE_K),
         dtype=w_down.dtype,
         out_type=(),
         name="hidden_grads",
@@ -148,66 +155,77 @@ def hidden_grads(
     return tuple(in_place.contents(entry) for entry in entries)
 
 
-def _produce(item, ring, step, operands):
-    chunk = pl.ds(item.first, CHUNK_NEURONS)
-    indices = row_copies.load_indices(operands.neurons.at[item.tile, chunk])
+def _produce(tokens, job, ring, step, operands):
+    item, first_token = item_and_first_token(job.job, tokens)
+    chunk = pl.ds(job.first, CHUNK_NEURONS)
+    indices = row_copies.load_indices(operands.neurons.at[job.tile, chunk])
 
     def put_part(part, step):
-        for blocks in operands.blocks_of_a_part():
+        for blocks in operands.blocks_of_a_part(tokens):
 
             def fill(_, b, loaded, blocks=blocks):
-                block = blocks.at[item.job, :, pl.ds(part * ACC_ROWS, ACC_ROWS)]
-                plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, blocks.shape[1])], loaded)
+                array, first, rows = blocks
+                columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
+                block = array.at[item, pl.ds(first, rows), columns]
+                plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, rows)], loaded)
 
             ring.put(step, fill)
             step += 1
         return step
 
-    first_row = item.tile * TILE_TOKENS
-    step = ring.put_product(step, operands.dy, first_row, operands.w_down, indices, item.limit)
-    return lax.fori_loop(0, _PARTS, put_part, step)
+    first_row = job.tile * TILE_TOKENS + first_token
+    step = ring.put_product(step, operands.dy, first_row, operands.w_down, indices, job.limit)
+    return lax.fori_loop(0, tokens // ACC_ROWS, put_part, step)
 
 
-def _consume(rectifier, item, ring, step, warpgroup, buffers, operands):
+def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, operands):
     hidden, dtype, list_words = operands.hidden, operands.dy.dtype, operands.list_words
     into = hidden if operands.into is None else operands.into
-    first_word = item.tile * TILE_TOKENS // 32
+    item, first_token = item_and_first_token(job.job, tokens)
+    first_word, parts = (job.tile * TILE_TOKENS + first_token) // 32, tokens // ACC_ROWS
     if operands.entries:
-        mine = pl.ds(item.first + warpgroup * ACC_ROWS, ACC_ROWS)
-        neurons = list_entries.load_neurons(operands.neurons.at[item.tile, mine])
+        mine = pl.ds(job.first + warpgroup * ACC_ROWS, ACC_ROWS)
+        neurons = list_entries.load_neurons(operands.neurons.at[job.tile, mine])
         # Words of a part are loaded before something long, as the fences of `write` wait for loads.
         next_words = list_entries.load_words(list_words, neurons, first_word)
     l1 = operands.l1_grad[0]
     steps = operands.dy.shape[1] // STAGE_K
-    products = ring.multiply_product(step, steps, warpgroup, item.limit)
+    products = ring.multiply_product(step, steps, warpgroup, job.limit, buffers)
     step += steps
-    taken = len(operands.blocks_of_a_part())  # stages of a part
-    for part in range(_PARTS):
+    blocks = operands.blocks_of_a_part(tokens)
+    taken = len(blocks)  # stages of a part
+    for part in range(parts):
         first_stage = step + taken * part
         dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
-        *with_extra, with_hidden = range(taken)
-        for stage in with_extra:  # before gates and h, as these need registers
+        kept = []
+        for stage, (array, _, rows) in enumerate(blocks):
             _, b = ring.take(first_stage + stage)
-            dh += b[pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)].astype(jnp.float32)
-        _, b = ring.take(first_stage + with_hidden)
-        starts = [
-            f * CHUNK_NEURONS + warpgroup * ACC_ROWS
-            for f in range(hidden.shape[1] // CHUNK_NEURONS)
-        ]
-        *gate, value = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
+            starts = [start + warpgroup * ACC_ROWS for start in range(0, rows, CHUNK_NEURONS)]
+            read = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
+            if array is operands.extra:
+                dh += read[0]  # before gates and h, as these need registers
+            else:
+                kept += read
+            if stage + 1 < taken:
+                end_reads()
+                ring.release(first_stage + stage)
+        *gate, value = kept
         grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1)
         grads = [a.astype(dtype) for a in grads]
-        columns = pl.ds(part * ACC_ROWS, ACC_ROWS)
-        targets = [into.at[item.job, pl.ds(start, ACC_ROWS), columns] for start in starts]
+        columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
+        targets = [
+            into.at[item, pl.ds(f * CHUNK_NEURONS + warpgroup * ACC_ROWS, ACC_ROWS), columns]
+            for f in range(len(kept))
+        ]
         written = gathered_matmul.write(grads, buffers, part, targets)
         if operands.entries:
             words = next_words
-            if part + 1 < _PARTS:
+            if part + 1 < parts:
                 next_word = first_word + (part + 1) * ACC_ROWS // 32
                 next_words = list_entries.load_words(list_words, neurons, next_word)
             places = [b.at[pl.ds(starts[-1], ACC_ROWS)], *written]
             arrays = [value.astype(dtype), *grads]
             list_entries.scatter(operands.entries, neurons, words, arrays, places)
-        for stage in range(taken):  # after the fence of the writes, as TMA will fill them again
-            ring.release(first_stage + stage)
-    return step + taken * _PARTS
+        # After the fence of the writes, as TMA will fill it again.
+        ring.release(first_stage + taken - 1)
+    return step + taken * parts

@@ -4,7 +4,7 @@ All SMs share one counter in GMEM, from which a free SM takes the next job. The 
 it and passes it to the consumers through shared memory while they still work on the job before.
 
 A stage of the ring holds the operands of one step of a product: rows that `row_copies` gathers, and
-an array that TMA copies. The producer hands it over two steps later, when the rows have arrived.
+an array that TMA copies. The producer hands it over some steps later, when the rows have arrived.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import scalars, simt
+from pallas_kernels.hopper.common import engine, scalars, simt
+from pallas_kernels.hopper.common.engine import Factor
 from pallas_kernels.hopper.common.primitives import count_together, primitive
 from pallas_kernels.hopper.common.scalars import INT32, SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -25,9 +26,6 @@ from pallas_kernels.hopper.common.tiles import ACC_ROWS
 from pallas_kernels.hopper.unions import row_copies
 
 _WORDS = 4  # int32 that describe a job
-STAGES = 4
-_LAG = 2  # steps between filling a stage and handing it over
-AHEAD = _LAG + 1  # steps between fetching indices and gathering their rows
 
 
 def queue_types(consumers: int) -> dict:
@@ -105,8 +103,8 @@ class Ring:
       b: SMEM, each stage's array that TMA fills.
       loaded: barriers at which a consumer waits for a stage.
       free: barriers at which the producer waits until both consumers have given a stage back.
-      indices: SMEM, int32 `[3, 64]`, the row indices for the next stages; None if all stages of a
-        job gather the same rows.
+      indices: SMEM, int32 `[lag + 1, 64]`, the row indices for the next stages; None if all stages
+        of a job gather the same rows.
       first: step of the job's first stage.
       a_16: a again, as 16-bit arrays, if the products are of 8-bit floats; a stage is read as it
         was filled.
@@ -120,6 +118,16 @@ class Ring:
     first: jax.Array | int = 0
     a_16: jax.Ref | None = None
 
+    @property
+    def stages(self) -> int:
+        """Their number."""
+        return self.b.shape[0]
+
+    @property
+    def lag(self) -> int:
+        """Steps between filling a stage and handing it over."""
+        return self.stages // 2
+
     def in_16_bits(self) -> "Ring":
         """The same ring for stages whose rows are of 16 bits, whatever the others are."""
         return self if self.a_16 is None else dataclasses.replace(self, a=self.a_16)
@@ -130,11 +138,11 @@ class Ring:
         `fill` may call `row_copies.gather_rows`, and must cause `b_copies` arrivals at `loaded`, as
         that many TMA copies to b do.
         """
-        s = _stage(step)
+        s = self._stage(step)
         plgpu.barrier_wait(self.free.at[s])
         fill(self.a.at[s], self.b.at[s], self.loaded.at[s])
-        row_copies.await_rows(lag=_LAG)
-        self._hand_over(step - _LAG)
+        row_copies.await_rows(lag=self.lag)
+        self._hand_over(step - self.lag)
 
     def put_lists(self, step: jax.Array, steps: jax.Array, source, fill: Callable[..., None]):
         """Fills `steps` stages, the k-th by `fill(k, indices, a, b, loaded)`.
@@ -147,16 +155,17 @@ class Ring:
           The next step.
         """
         assert self.indices is not None  # a stage has 64 rows of `a`
-        for k in range(AHEAD):
+        ahead = self.indices.shape[0]
+        for k in range(ahead):
             row_copies.fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
         row_copies.await_rows(lag=0)
 
         @pl.loop(0, steps)
         def _(k):
             def fill_stage(a, b, loaded):
-                buffer = self.indices.at[lax.rem(k, jnp.int32(AHEAD))]
+                buffer = self.indices.at[lax.rem(k, jnp.int32(ahead))]
                 fill(k, row_copies.read_indices(buffer), a, b, loaded)
-                row_copies.fetch_indices(source(k + AHEAD), buffer, k + AHEAD < steps)
+                row_copies.fetch_indices(source(k + ahead), buffer, k + ahead < steps)
 
             self.put(step + k, fill_stage)
 
@@ -191,44 +200,56 @@ class Ring:
     def finish(self, step: jax.Array) -> None:
         """Hands over the last stages of a job; `step` is the one after them."""
         row_copies.await_rows(lag=0)
-        for lag in range(_LAG, 0, -1):
+        for lag in range(self.lag, 0, -1):
             self._hand_over(step - lag)
 
     def close(self, step: jax.Array) -> None:
         """Waits until all stages are free again; `step` is the one after the last."""
-        for s in range(STAGES):
-            plgpu.barrier_wait(self.free.at[_stage(step + s)])
+        for s in range(self.stages):
+            plgpu.barrier_wait(self.free.at[self._stage(step + s)])
+
+    def _stage(self, step):
+        return lax.rem(step, jnp.int32(self.stages))
 
     def _hand_over(self, step):
-        s = _stage(jnp.maximum(step, 0))
+        s = self._stage(jnp.maximum(step, 0))
         plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= self.first)
 
     def take(self, step: jax.Array):
         """A consumer waits for a stage and gets its `(a, b)`."""
-        s = _stage(step)
+        s = self._stage(step)
         plgpu.barrier_wait(self.loaded.at[s])
         return self.a.at[s], self.b.at[s]
 
     def open(self) -> None:
         """Both consumers call this first, to give all stages to the producer."""
-        for s in range(STAGES):
+        for s in range(self.stages):
             self.release(jnp.int32(s))
 
     def release(self, step: jax.Array, predicate: jax.Array | None = None) -> None:
         """A consumer gives a stage back; it is free when both have."""
-        s = _stage(jnp.maximum(step, 0))
+        s = self._stage(jnp.maximum(step, 0))
         plgpu.barrier_arrive(self.free.at[s], predicate=predicate)
 
     def multiply(
         self,
         step: jax.Array,
         steps: jax.Array,
-        wgmma: Callable[..., None],
+        factors: Callable[..., tuple[Factor, Factor]],
+        buffers: jax.Ref,
         *,
-        columns: int = 4 * ACC_ROWS,
+        columns: int,
         is_needed: jax.Array | bool = True,
     ) -> jax.Array:
-        """A consumer sums up the products of `steps` stages by `wgmma(acc, a, b)`.
+        """A consumer sums up the products of `factors(a, b)` of `steps` stages.
+
+        Args:
+          step: the step of the first stage.
+          steps: their number.
+          factors: what to multiply of a stage.
+          buffers: the consumer's, which may be overwritten.
+          columns: of the result.
+          is_needed: whether it is.
 
         Returns:
           float32 `[64, columns]`. If not `is_needed`, it is 0, and the consumer gives the stages
@@ -236,25 +257,24 @@ class Ring:
         """
         used = jnp.where(is_needed, steps, 0)
 
-        def accumulate(acc):
-            @pl.loop(0, used)
-            def _(k):
-                wgmma(acc, *self.take(step + k))
-                plgpu.wgmma_wait(1)
-                self.release(step + k - 1, predicate=k > 0)
-
-            plgpu.wgmma_wait(0)
-            self.release(step + used - 1, predicate=used > 0)
-            return acc[...]
+        def scratch(_):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return buffers.at[0]
 
         @pl.loop(used, steps)
         def _(k):
             self.take(step + k)
             self.release(step + k)
 
-        return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
+        return engine.current().products(
+            columns,
+            used,
+            lambda k: factors(*self.take(step + k)),
+            lambda k, predicate: self.release(step + k, predicate=predicate),
+            scratch,
+        )
 
-    def multiply_product(self, step, steps, warpgroup, limit):
+    def multiply_product(self, step, steps, warpgroup, limit, buffers):
         """This consumer's 64 rows of the product from `put_product`, float32 `[64, tokens]`.
 
         They are 0, and not computed, if none of them is below `limit`.
@@ -263,14 +283,11 @@ class Ring:
         return self.multiply(
             step,
             steps,
-            lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
+            lambda a, b: (Factor(a.at[mine], 1), Factor(b, 1)),
+            buffers,
             columns=self.b.shape[1],
             is_needed=limit > warpgroup * ACC_ROWS,
         )
-
-
-def _stage(step):
-    return lax.rem(step, jnp.int32(STAGES))
 
 
 @primitive

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import support
+from pallas_kernels.hopper.common.engine import Factor
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
@@ -155,10 +156,10 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, operands, y):
     steps = len(operands.weights) * pl.cdiv(job.size, STAGE_K)
     mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
 
-    def wgmma(acc, a, b):
-        plgpu.wgmma(acc, a.at[:, mine].T, b)
+    def factors(a, b):
+        return Factor(a.at[:, mine], 0), Factor(b, 0)
 
-    out = ring.multiply(step, steps, wgmma, columns=tokens)
+    out = ring.multiply(step, steps, factors, buffers, columns=tokens)
     step += steps
     columns = pl.ds(job.column + warpgroup * ACC_ROWS, ACC_ROWS)
     for part in range(tokens // ACC_ROWS):

@@ -110,7 +110,7 @@ def union_up(
         _Operands(plan.item_count, plan.items, plan.neurons, plan.sizes, scale, left, right, gate),
         job_type=Item,
         jobs=lambda operands: shares * operands.item_count[0],
-        describe=functools.partial(_describe, shares),
+        describe=functools.partial(describe_item, shares),
         produce=functools.partial(_produce, tokens),
         consume=functools.partial(_consume, tokens, rectifier),
         a_shape=(CONSUMERS * ACC_ROWS, stage_k(left.dtype)),
@@ -127,20 +127,15 @@ def union_up(
     return hidden, jnp.sum(l1, where=is_computed)
 
 
-def describe_item(i, operands) -> Item:
-    """The i-th item, as a job of all its tokens."""
+def describe_item(shares, i, operands) -> Item:
+    """The i-th job; `shares` jobs have an item in common."""
     chunks = operands.neurons.shape[1] // CHUNK_NEURONS
-    items = operands.items
-    tile, first = items[i] // chunks, items[i] % chunks * CHUNK_NEURONS
+    item = operands.items[i // shares]
+    tile, first = item // chunks, item % chunks * CHUNK_NEURONS
     return Item(i, tile, first, operands.sizes[tile] - first)
 
 
-def _describe(shares, i, operands):
-    """The i-th job; `shares` jobs have an item in common."""
-    return describe_item(i // shares, operands)._replace(job=i)
-
-
-def _item_and_first_token(i, tokens):
+def item_and_first_token(i, tokens):
     """The item of the i-th job, and its first token in the tile."""
     shares = TILE_TOKENS // tokens
     return i // shares, i % shares * tokens
@@ -148,7 +143,7 @@ def _item_and_first_token(i, tokens):
 
 def _produce(tokens, job, ring, step, operands):
     i, tile, first, limit = job
-    _, first_token = _item_and_first_token(i, tokens)
+    _, first_token = item_and_first_token(i, tokens)
     indices = row_copies.load_indices(operands.neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
 
     def put_gates(part, step):
@@ -168,11 +163,11 @@ def _produce(tokens, job, ring, step, operands):
 
 def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, operands, hidden, l1):
     i, tile, first, limit = job
-    item, first_token = _item_and_first_token(i, tokens)
+    item, first_token = item_and_first_token(i, tokens)
     mine, parts = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), tokens // ACC_ROWS
     if operands.w_up is not None:
         steps = operands.x.shape[1] // ring.b.shape[2]
-        products = ring.multiply_product(step, steps, warpgroup, limit)
+        products = ring.multiply_product(step, steps, warpgroup, limit, buffers)
         step += steps
     if operands.scale is not None:
         of_tokens, of_neurons = operands.scale

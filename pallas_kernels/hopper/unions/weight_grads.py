@@ -4,6 +4,7 @@ The gradients for the gate and for the up projection share x, and so its gathere
 consumer computes one of the two. For a single gradient, each consumer computes half of the columns.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import support
+from pallas_kernels.hopper.common import engine, support
+from pallas_kernels.hopper.common.engine import Factor
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS
-
-_COLUMNS = 256  # columns of x in a job
 
 
 class _Job(NamedTuple):
@@ -27,7 +27,7 @@ class _Job(NamedTuple):
     Attributes:
       group: the number of the group, whose list is summed over.
       start, length: of its list.
-      column: the first of 256 columns of x.
+      column: the first of its columns of x.
     """
 
     group: jax.Array
@@ -81,14 +81,15 @@ def weight_grads(
     support.check_weight("a weight to go with x and lists", out_type)
     for i, value in enumerate(values):
         support.check_array(f"values[{i}]", value, (capacity, GROUP_NEURONS), x.dtype)
+    columns = engine.current().tokens
     return gathered_matmul.gathered_matmul(
         _Operands(lists.order, lists.starts, lists.lengths, lists.tokens, values, x),
         job_type=_Job,
-        jobs=lambda _: jnp.int32(groups * pl.cdiv(x.shape[1], _COLUMNS)),
-        describe=_describe,
+        jobs=lambda _: jnp.int32(groups * pl.cdiv(x.shape[1], columns)),
+        describe=functools.partial(_describe, columns),
         produce=_produce,
-        consume=_consume,
-        a_shape=(STAGE_K, _COLUMNS),
+        consume=functools.partial(_consume, columns),
+        a_shape=(STAGE_K, columns),
         b_shape=(len(values) * STAGE_K, GROUP_NEURONS),
         b_copies=len(values),
         dtype=x.dtype,
@@ -97,10 +98,10 @@ def weight_grads(
     )
 
 
-def _describe(i, operands):
-    columns = pl.cdiv(operands.x.shape[1], _COLUMNS)
-    group = operands.order[i // columns]  # long jobs first
-    return _Job(group, operands.starts[group], operands.lengths[group], i % columns * _COLUMNS)
+def _describe(columns, i, operands):
+    parts = pl.cdiv(operands.x.shape[1], columns)
+    group = operands.order[i // parts]  # long jobs first
+    return _Job(group, operands.starts[group], operands.lengths[group], i % parts * columns)
 
 
 def _produce(job, ring, step, operands):
@@ -119,22 +120,22 @@ def _produce(job, ring, step, operands):
     return ring.put_lists(step, pl.cdiv(job.length, STAGE_K), indices_of, fill)
 
 
-def _consume(job, ring, step, warpgroup, buffers, operands, *grads):
+def _consume(columns, job, ring, step, warpgroup, buffers, operands, *grads):
     column, steps = job.column, pl.cdiv(job.length, STAGE_K)
-    columns = _COLUMNS * len(grads) // CONSUMERS
+    columns = columns * len(grads) // CONSUMERS
     if len(grads) == 1:
         mine = pl.ds(warpgroup * columns, columns)
         column += warpgroup * columns
 
-        def wgmma(acc, a, b):
-            plgpu.wgmma(acc, b.T, a.at[:, mine])
+        def factors(a, b):
+            return Factor(b, 0), Factor(a.at[:, mine], 0)
     else:
         mine = pl.ds(warpgroup * STAGE_K, STAGE_K)
 
-        def wgmma(acc, a, b):
-            plgpu.wgmma(acc, b.at[mine].T, a)
+        def factors(a, b):
+            return Factor(b.at[mine], 0), Factor(a, 0)
 
-    sums = ring.multiply(step, steps, wgmma, columns=columns)
+    sums = ring.multiply(step, steps, factors, buffers, columns=columns)
 
     def write(grad):
         for part in range(columns // ACC_ROWS):

@@ -1,0 +1,159 @@
+"""Hopper's kernels by `mma.sync`, each with operands and references of its own tests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kernels import MMA, REFERENCE
+from pallas_kernels.layouts.tile_union import TILE_TOKENS
+from pallas_kernels.quantised import E4M3
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.weights import Weights
+from tests.devices import abstract_gpu
+from tests.launches import launches
+from tests.pallas_kernels.eight_bits import scaled
+from tests.pallas_kernels.hopper.twell import test_gate_pack as pack
+from tests.pallas_kernels.hopper.unions import test_gate_union as gate
+from tests.pallas_kernels.hopper.unions import test_hidden_grads as hidden
+from tests.pallas_kernels.hopper.unions import test_union_ffn as ffn
+from tests.pallas_kernels.hopper.unions import test_weight_grads as weights
+from twell_jax.ffn import mosaic
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+SHARED_BYTES = 99 * 1024  # that a thread block may have on an RTX GPU
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [*DTYPES, E4M3])
+def test_gate_union_interpreted(dtype, interpreted):
+    x, w = gate.draw(300, 384, 256, 0.1, dtype)
+    x, w = scaled(x, w) if dtype == E4M3 else (x, w)
+    with interpreted(sms=1):
+        out = MMA.gate_union(x, w, dtype=jnp.bfloat16 if dtype == E4M3 else dtype)
+    gate.assert_unions(out, x, w)
+
+
+def test_gate_pack_interpreted(interpreted):
+    x, w, g = pack.draw(130, 320, 384, 0.1, jnp.bfloat16)
+    with interpreted(sms=1):
+        pack.assert_packs(MMA.gate_pack(x, w), g)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("gated", [True, False])
+def test_unions_interpreted(gated, interpreted):
+    operands, g = ffn.draw(300, 192, 256, 0.05, gated, jnp.bfloat16)
+    with interpreted():
+        ffn.assert_matches(ffn.run(MMA.union_up, MMA.union_down, *operands), g, *operands)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("with_extra", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_hidden_grads_interpreted(gated, with_extra, interpreted):
+    """With `extra`, a part takes up to three stages of a ring of two."""
+    operands, dense = hidden.draw(20, 192, 128, 1, gated, jnp.bfloat16)
+    dy, _, _, plan, *_ = operands
+    blocks, extra = hidden.draw_extra(plan, len(dy), dy.dtype) if with_extra else (None, 0.0)
+    with interpreted(sms=1):
+        out = hidden.run(
+            functools.partial(MMA.hidden_grads, extra=blocks), REFERENCE.union_down, *operands
+        )
+    hidden.assert_matches(out, dense, *operands, extra=extra)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("n", [1, 2])
+def test_weight_grads_interpreted(n, interpreted):
+    operands, dense = weights.draw(300, 192, 256, 0.3, n, jnp.bfloat16)
+    with interpreted():
+        weights.assert_matches(jax.jit(MMA.weight_grads)(*operands), dense, *operands)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 28672)])
+def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
+    """Of both passes, by unions with their gates in 8 bits or not, and by TwELL."""
+    x, w = (jax.ShapeDtypeStruct((n, d), jnp.bfloat16) for n in (4096, h))
+    block = Weights(w if gated else None, w, w)
+    calls = [
+        gradients(mosaic.sparse_gradients(MMA, RELU, 1.0, None, in_8_bits))
+        for in_8_bits in (False, True)
+    ]
+    calls.append(gradients(mosaic.dense_gradients(MMA, RELU, "twell", None), passes=1))
+    for call in calls:
+        with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000", (1,), ("x",))):
+            text = jax.jit(call).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mma.sync" in text and "wgmma" not in text
+        found = launches(text)
+        assert {"union_up", "hidden_grads"} <= found.keys() or call is calls[-1]
+        assert max(launch.smem for launch in found.values()) <= SHARED_BYTES
+
+
+def gradients(block, passes=2):
+    def call(x, weights):
+        if passes == 1:
+            return block(x, weights, None)
+        y, vjp, _ = jax.vjp(lambda x, w: block(x, w, None), x, weights, has_aux=True)
+        return vjp(y)
+
+    return call
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, E4M3])
+@pytest.mark.parametrize("density", [0.005, 0.25, 1])
+@pytest.mark.parametrize(
+    ("m", "d", "h"), [(1, 128, 128), (257, 384, 384), (65, 8192, 128), (1000, 2048, 5632)]
+)
+def test_every_bit_of_a_gate_on_the_gpu(m, d, h, density, dtype):
+    x, w = gate.draw(m, d, h, density, dtype)
+    x, w = scaled(x, w) if dtype == E4M3 else (x, w)
+    of = jnp.dtype(jnp.bfloat16 if dtype == E4M3 else dtype)
+    gate.assert_unions(jax.jit(functools.partial(MMA.gate_union, dtype=of))(x, w), x, w)
+    packed = jax.jit(functools.partial(MMA.gate_pack, dtype=of))(x, w)
+    pack.assert_packs(packed, pack.dense_gate(x, w))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", [*ffn.CASES, ffn.WHOLE_TILES, *ffn.LARGE])
+def test_unions_on_the_gpu(case, gated, dtype):
+    operands, g = ffn.draw(*case, gated, dtype)
+    ffn.assert_matches(ffn.run(MMA.union_up, MMA.union_down, *operands), g, *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("with_extra", [True, False])
+@pytest.mark.parametrize("case", [*hidden.CASES, (1001, 2048, 5632, 0.003)])
+def test_hidden_grads_on_the_gpu(case, with_extra, gated, dtype):
+    operands, dense = hidden.draw(*case, gated, dtype)
+    dy, _, _, plan, *_ = operands
+    blocks, extra = hidden.draw_extra(plan, len(dy), dy.dtype) if with_extra else (None, 0.0)
+    grads = functools.partial(MMA.hidden_grads, extra=blocks)
+    out = hidden.run(grads, MMA.union_down, *operands)
+    hidden.assert_matches(out, dense, *operands, extra=extra)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("case", [*weights.CASES, (3000, 2048, 1408, 0.1)])
+def test_weight_grads_on_the_gpu(case, n, dtype):
+    operands, dense = weights.draw(*case, n, dtype)
+    weights.assert_matches(jax.jit(MMA.weight_grads)(*operands), dense, *operands)
+
+
+@pytest.mark.gpu
+def test_what_lies_outside_of_a_tile_is_not_read_on_the_gpu():
+    """A token that is not finite leaves all others as they are."""
+    x, w = gate.draw(TILE_TOKENS + 70, 192, 384, 0.01, jnp.bfloat16)
+    x = x.at[3, 5].set(jnp.nan).at[200, 1].set(jnp.inf)
+    gate.assert_unions(jax.jit(MMA.gate_union)(x, w), x, w)
+    assert np.isnan(np.asarray(x, np.float32)).sum() == 1
