@@ -265,6 +265,27 @@ TABLES: dict[str, Table] = {
             "error": error("error"),
         },
     ),
+    "engines": Table(
+        title="Kernels by mma.sync, on a Hopper GPU",
+        about="D = 2048, H = 5632, bfloat16: the kernels as GPUs without WGMMA run them, in 99 KB "
+        "of shared memory. These GPUs themselves were not measured. Products are of all tokens "
+        "with the gate's weights; those of Triton, which then has no WGMMA either, are the fastest "
+        "of some tiles. Blocks are unions; in brackets their speed-up over the three or nine "
+        'products of a dense block, each by mma.sync as above; "xla" is the dense block by '
+        'Hopper\'s own products. "error" is the largest of those of the results.',
+        case={
+            "direction": number("direction"),
+            "pattern": number("pattern"),
+            "mean nnz": number("nnz_mean", "{:.1f}"),
+            "implementation": lambda row: row["implementation"].replace("mosaic", "mma.sync"),
+            "tile": number("config"),
+        },
+        results={
+            "ms": milliseconds,
+            "TFLOP/s": number("tflop_per_s", "{:.0f}"),
+            "error": lambda row: error("error")({"error": max(row["errors"])}),
+        },
+    ),
     "tune": Table(
         title="Tile sizes and pipelines of the kernels",
         about="The fastest configuration of each kernel alone, of those that were tried, and the "

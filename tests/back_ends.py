@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels.kernels import HOPPER, REFERENCE, Kernels
+from pallas_kernels.kernels import HOPPER, MMA, REFERENCE, Kernels
 
 # A new one is a line here.
 BACK_ENDS = [
     pytest.param(REFERENCE, id="reference"),
     pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+    pytest.param(MMA, id="mma", marks=pytest.mark.gpu),
 ]
 
 

@@ -2,7 +2,7 @@
 of the block, by `mma.sync` and in 99 KB of shared memory.
 
 It runs on Hopper GPUs, too, where it is tested. What it has no kernels for yet is dense, by the
-reference: blocks of few tokens, short prompts and heavy rows. Decoding is XLA's.
+reference: blocks of few tokens and short prompts. Decoding is XLA's.
 """
 
 import jax
@@ -20,6 +20,7 @@ round_tokens = hopper.round_tokens
 transposed = hopper.transposed
 union_plan = hopper.union_plan
 
+dense_rows = by(MMA, hopper.dense_rows)
 gate_pack = by(MMA, hopper.gate_pack)
 gate_union = by(MMA, hopper.gate_union)
 hidden_grads = by(MMA, hopper.hidden_grads)
@@ -29,7 +30,6 @@ weight_grads = by(MMA, hopper.weight_grads)
 
 decode_layers = reference.decode_layers
 dense_block = reference.dense_block
-dense_rows = reference.dense_rows
 few_tokens_ffn = reference.few_tokens_ffn
 has_room = reference.has_room
 project = reference.project
@@ -44,4 +44,4 @@ def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     Args:
       w: `[H, D]`, any of the block's weights.
     """
-    return support.unsupported_by((9, 12), "an RTX GPU of Blackwell", w)
+    return support.unsupported_by((9, 12), "a Hopper GPU or, of Blackwell, an RTX GPU", w)

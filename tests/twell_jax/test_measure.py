@@ -77,7 +77,9 @@ def test_all_algorithms_compute_the_same(reference_kernels):
 def test_without_a_gpu_it_says_so_at_once():
     if jax.default_backend() == "gpu":
         pytest.skip("there is one")
-    with pytest.raises(SystemExit, match=r"^error: it needs a Hopper GPU, got cpu$"):
+    with pytest.raises(
+        SystemExit, match=r"^error: it needs a Hopper GPU or, of Blackwell, an RTX GPU, got cpu$"
+    ):
         measure.main(["2048", "5632"])
 
 
@@ -223,7 +225,7 @@ def test_a_carried_argument_is_that_of_the_call_before():
         (lambda model: [*model, "--dtype", "float16"], "--no-gate and --dtype are for a block, "),
         (lambda model: [model[0], "--text", "none.txt"], "No such file or directory: 'none.txt'"),
         (lambda model: ["/none", *model[1:]], "'/none': there is no such directory"),
-        (lambda model: model, "it needs a Hopper GPU, got cpu"),
+        (lambda model: model, "it needs a Hopper GPU or, of Blackwell, an RTX GPU, got cpu"),
     ],
 )
 def test_what_cannot_be_timed_is_named(model, change, says, capsys):

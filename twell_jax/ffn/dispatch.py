@@ -6,6 +6,7 @@ gives a reason for each rule that it passed over. What was measured here comes f
 """
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import current
-from pallas_kernels.kernels import HOPPER, MAX_FEW_TOKENS, Kernels
+from pallas_kernels.kernels import HOPPER, MAX_FEW_TOKENS, MMA, Kernels
 from twell_jax.ffn import measured
 from twell_jax.ffn.algorithms import ALGORITHMS, Case, Request
 from twell_jax.ffn.measured import Block, Measured
 
-BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # the first that can serve is implementation="mosaic"
+# The first that can serve is implementation="mosaic", and the last says what none serves. The
+# environment may name one, for tests.
+BACK_ENDS: tuple[Kernels, ...] = (HOPPER, MMA)
+_VARIABLE = "TWELL_JAX_BACK_END"
 
 MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
@@ -179,20 +183,43 @@ def select(case: Case, request: Request, times: Measured | None = None) -> Selec
 
 
 def back_end(w: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:
-    """The first back end that can serve here and None, or None and why none can.
+    """The first back end that can serve here and None, or None and why the last one cannot.
 
     Args:
       w: `[H, D]`, any of the block's weights, in the dtype of x.
+
+    Raises:
+      ValueError: the environment names no back end.
     """
     if jax.config.jax_enable_x64:
         return None, "it has no kernels for jax_enable_x64, with which indices have 64 bits"
-    reasons = []
-    for kernels in BACK_ENDS:
+    why = None
+    for kernels in _wanted():
         why = kernels.unsupported(w)
         if why is None:
             return kernels, None
-        reasons.append(why)
-    return None, "; ".join(reasons)
+    return None, why
+
+
+def is_known_to_gain(case: Case, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether the back end of a case was measured, for a rule or on this machine.
+
+    Args:
+      case, dtype: see `measured_here`.
+    """
+    if case.back_end in {rule.back_end for rule in RULES} - {None}:
+        return True
+    times = measured_here(case, dtype)
+    return times is not None and ALGORITHMS[times.fastest(case.tokens_here)].implementation != "xla"
+
+
+def _wanted() -> tuple[Kernels, ...]:
+    if _VARIABLE not in os.environ:
+        return BACK_ENDS
+    name, known = os.environ[_VARIABLE], {kernels.name: kernels for kernels in BACK_ENDS}
+    if name not in known:
+        raise ValueError(f"{_VARIABLE} must be one of {', '.join(known)}, got {name!r}")
+    return (known[name],)
 
 
 def measured_here(case: Case, dtype: jax.typing.DTypeLike) -> Measured | None:

@@ -80,7 +80,7 @@ def _command(block: Block) -> str:
     return f"python -m twell_jax.measure {block.width} {block.neurons}{gate}{dtype}"
 
 
-_CORES = 132  # of most Hopper GPUs; kernels serve no others
+_CORES = 132  # of most Hopper GPUs
 
 
 @contextlib.contextmanager

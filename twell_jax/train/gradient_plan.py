@@ -42,7 +42,8 @@ _TOKENS, _FEWEST, _MOST = 10**7, 10, 100
 def planned_every(config: Config) -> int:
     """Steps from one plan of a run to the next on this machine; 0 if there are none.
 
-    "auto" plans wherever kernels serve sparse gradients and the configuration asks for no others.
+    "auto" plans wherever kernels that were measured serve sparse gradients and the configuration
+    asks for no others.
     """
     every = config.sparse_gradients_every
     if every != "auto":
@@ -68,6 +69,8 @@ def _may_be_sparse(config: Config) -> bool:
         back_end=kernels.name if kernels else None,
         no_back_end=why,
     )
+    if not dispatch.is_known_to_gain(case, model.dtype):
+        return False
     try:
         dispatch.select(case, Request(model.ffn_implementation, gradients="sparse"))
     except CannotServe:

@@ -6,6 +6,7 @@ multiply by `mma.sync` (`warp_mma`), in 99 KB. Kernels ask for the `current()` o
 traced; their epilogues get the same accumulators from both.
 """
 
+import abc
 import contextlib
 import contextvars
 import functools
@@ -19,8 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import warp_mma, warpgroup
+from pallas_kernels.hopper.common import warp_mma
 from pallas_kernels.hopper.common.tiles import ACC_ROWS
+from pallas_kernels.hopper.common.warpgroup import end_reads
 
 
 class Factor(NamedTuple):
@@ -36,26 +38,29 @@ class Factor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What kernels need to know of it.
+class Engine(abc.ABC):
+    """How products are made, and in how much shared memory.
 
     Attributes:
-      sum_products: see `Engine.products`.
       ring_bytes: shared memory for the ring of `matmul`, and what its epilogue needs.
       k_bytes: of the contracted axis in a stage of this ring.
       staggered: whether consumers of `matmul` take turns at a stage.
       stages: of the ring of `gathered_matmul`.
       tokens: columns of an accumulator there, at most.
+      slots: of 128 rows and columns in the pipeline of `dense_rows`.
+      slot_k: elements of the contracted axis in one of them.
     """
 
-    sum_products: Callable[..., jax.Array]
     ring_bytes: int
     k_bytes: int
     staggered: bool
     stages: int
     tokens: int
+    slots: int
+    slot_k: int
 
-    def products(
+    @abc.abstractmethod
+    def sum_products(
         self,
         columns: int,
         steps: int | jax.Array,
@@ -72,58 +77,110 @@ class Engine:
           release: `release(k, predicate)` gives them back, unless the predicate is False; None:
             in any case.
           scratch: `scratch(k)`, called for the last step, is SMEM that this warpgroup may
-            overwrite before it releases the step's operands: 4 KB or more in one piece, with
-            transforms `tiled`.
+            overwrite before it releases the step's operands: a multiple of 2 KB in one piece, with
+            transforms `tiled`, from which no copy reads any more.
 
         Returns:
           float32 `[64, columns]` in the layout of a WGMMA accumulator.
         """
-        return self.sum_products(columns, steps, take, release, scratch)
+
+    @abc.abstractmethod
+    def sum_in_pipeline(
+        self, pipeline: Callable[[Any], Any], columns: list[int], scratch: Callable[[], Any]
+    ) -> list[jax.Array]:
+        """Likewise, several sums of which a pipeline carries what `step` adds to.
+
+        Args:
+          pipeline: what `emit_pipeline_warp_specialized` gives to its `compute_context`.
+          columns: of the results.
+          scratch: as of `sum_products`.
+        """
+
+    @abc.abstractmethod
+    def step(self, carry: Any, products: list[tuple[Factor, Factor]]) -> Any:
+        """Adds products to what the pipeline carries, one to each sum; returns the new carry."""
 
 
-def _by_wgmma(columns, steps, take, release, scratch):
-    def multiply(acc, k):
-        a, b = take(k)
-        plgpu.wgmma(acc, a.ref if a.k_axis else a.ref.T, b.ref.T if b.k_axis else b.ref)
+class _WGMMA(Engine):
+    def sum_products(self, columns, steps, take, release, scratch):
+        def accumulate(acc):
+            first = 0
+            if isinstance(steps, int):  # then the loop needs no predicate
+                first = 1
+                _wgmma(acc, *take(0))
 
-    def accumulate(acc):
-        first = 0
-        if isinstance(steps, int):  # then the loop needs no predicate
-            first = 1
-            multiply(acc, 0)
+            @pl.loop(first, steps)
+            def _(k):
+                _wgmma(acc, *take(k))
+                plgpu.wgmma_wait(1)
+                release(k - 1, None if first else k > 0)
 
-        @pl.loop(first, steps)
-        def _(k):
-            multiply(acc, k)
-            plgpu.wgmma_wait(1)
-            release(k - 1, None if first else k > 0)
+            plgpu.wgmma_wait(0)
+            release(steps - 1, None if first else steps > 0)
+            return acc[...]
 
-        plgpu.wgmma_wait(0)
-        release(steps - 1, None if first else steps > 0)
-        return acc[...]
+        return pl.run_scoped(accumulate, _accumulator(columns))
 
-    return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
+    def sum_in_pipeline(self, pipeline, columns, scratch):
+        def accumulate(*accs):
+            pipeline(accs)
+            return [acc[...] for acc in accs]
+
+        return pl.run_scoped(accumulate, *map(_accumulator, columns))
+
+    def step(self, carry, products):
+        for acc, product in zip(carry, products, strict=True):
+            _wgmma(acc, *product)
+        plgpu.wgmma_wait(len(products))  # the step before has ended
+        return carry
 
 
-def _by_mma(columns, steps, take, release, scratch):
-    def step(k, acc):
-        a, b = take(k)
-        acc = warp_mma.multiply(acc, a.ref, b.ref, a_by_k=bool(a.k_axis), b_by_k=bool(b.k_axis))
-        warpgroup.end_reads()
-        release(k, k < steps - 1)
+class _MMA(Engine):
+    def sum_products(self, columns, steps, take, release, scratch):
+        def step(k, acc):
+            (acc,) = self.step([acc], [take(k)])
+            release(k, k < steps - 1)
+            return acc
+
+        acc = warp_mma.in_wgmma_layout(
+            lax.fori_loop(0, steps, step, _zeros(columns)), scratch(steps - 1)
+        )
+        release(steps - 1, None if isinstance(steps, int) else steps > 0)
         return acc
 
-    zeros = jnp.zeros((ACC_ROWS, columns), jnp.float32)
-    acc = lax.fori_loop(0, steps, step, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
-    acc = warp_mma.in_wgmma_layout(acc, scratch(steps - 1))
-    release(steps - 1, None if isinstance(steps, int) else steps > 0)
-    return acc
+    def sum_in_pipeline(self, pipeline, columns, scratch):
+        accs = pipeline(list(map(_zeros, columns)))
+        return [warp_mma.in_wgmma_layout(acc, scratch()) for acc in accs]
+
+    def step(self, carry, products):
+        carry = [
+            warp_mma.multiply(acc, a.ref, b.ref, a_by_k=bool(a.k_axis), b_by_k=bool(b.k_axis))
+            for acc, (a, b) in zip(carry, products, strict=True)
+        ]
+        end_reads()
+        return carry
 
 
-WGMMA = Engine(_by_wgmma, ring_bytes=216 << 10, k_bytes=128, staggered=True, stages=4, tokens=256)
-MMA = Engine(_by_mma, ring_bytes=98 << 10, k_bytes=64, staggered=False, stages=2, tokens=128)
+def _wgmma(acc, a: Factor, b: Factor) -> None:
+    plgpu.wgmma(acc, a.ref if a.k_axis else a.ref.T, b.ref.T if b.k_axis else b.ref)
 
-_current = contextvars.ContextVar("engine", default=WGMMA)
+
+def _accumulator(columns: int):
+    return plgpu.ACC((ACC_ROWS, columns), jnp.float32)
+
+
+def _zeros(columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((ACC_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+WGMMA = _WGMMA(
+    ring_bytes=216 << 10, k_bytes=128, staggered=True, stages=4, tokens=256, slots=4, slot_k=64
+)
+MMA = _MMA(
+    ring_bytes=98 << 10, k_bytes=64, staggered=False, stages=2, tokens=128, slots=2, slot_k=32
+)
+
+_current = contextvars.ContextVar[Engine]("engine", default=WGMMA)
 
 
 def current() -> Engine:

@@ -289,7 +289,7 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
             plgpu.barrier_arrive(free.at[s], predicate=_both(gives_back, predicate))
 
         columns = ring["b"].shape[2 - blocks.k_axis]
-        acc = blocks.multiplier.products(columns, blocks.steps, take, release, mine)
+        acc = blocks.multiplier.sum_products(columns, blocks.steps, take, release, mine)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         finish(acc, CONSUMERS * block + warpgroup, tile)
 

@@ -115,7 +115,7 @@ class _Matrix:
     """The part of an operand in SMEM that a warp multiplies: loads of its tiles by `ldmatrix`.
 
     Tiles of 8 rows follow each other in memory, in the order of columns and then of rows. A row of
-    a tile has 64 or 128 bytes, in chunks of 16 that are swizzled: where a chunk lies follows from
+    a tile has 32 to 128 bytes, in chunks of 16 that are swizzled: where a chunk lies follows from
     its number and the row's by XOR, so few addresses serve all loads, with constants added.
     """
 
@@ -131,7 +131,9 @@ class _Matrix:
         # As of A, the second quarter of lanes has other rows of the result, the third another K.
         of_k, of_first = (second, third) if is_b else (third, second)
         by_row, by_chunk = (of_first, of_k) if by_k else (of_k, of_first)
-        self._swizzle = arith.xori(arith.shrui(row, const({128: 0, 64: 1}[row_bytes])), by_chunk)
+        self._swizzle = arith.xori(
+            arith.shrui(row, const({128: 0, 64: 1, 32: 2}[row_bytes])), by_chunk
+        )
         place = arith.addi(
             arith.muli(row, const(row_bytes)), arith.muli(by_row, const(self._strides[0]))
         )

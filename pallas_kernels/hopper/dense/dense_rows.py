@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantised
 from pallas_kernels.hopper.common import lists, register_rows, scalars, scales, support, versions
+from pallas_kernels.hopper.common.engine import Factor, current
 from pallas_kernels.hopper.common.primitives import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
@@ -39,7 +40,6 @@ from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
 _BLOCK = CONSUMERS * ACC_ROWS  # rows and columns of a block
-_STAGES = 4
 _FEW = ACC_ROWS  # a list of up to so many rows is short: rows and columns of its blocks
 _PAIR = 2  # thread blocks that share the sums of a short list
 _PARTS = _PAIR * CONSUMERS  # of a sum
@@ -219,21 +219,18 @@ class _Hidden:
         size, n = rows.size, len(self.products)
         xs = {x.dtype: x for x, _, _ in self.products}  # each only once
 
-        def multiply(_, *smem_and_accs):
-            *smem, accs = smem_and_accs
+        def factors(*smem):
             x_smem = dict(zip(xs, smem, strict=False))
-            for acc, w in zip(accs, smem[len(xs) :], strict=True):
-                w, x = operands(w, x_smem[w.dtype])
-                plgpu.wgmma(acc, w, x.T)
-            plgpu.wgmma_wait(n)  # the step before has ended
-            return accs
+            pairs = [operands(w, x_smem[w.dtype]) for w in smem[len(xs) :]]
+            return [(Factor(w, 1), Factor(x, 1)) for w, x in pairs]
 
-        slots = _STAGES * _BLOCK // size  # the ring has the same size in either case
+        k, scratch = current().slot_k, self.smem.at[lax.axis_index("warpgroup")]
+        slots = current().slots * _BLOCK // size  # they have the same size in either case
         neurons = pl.ds(first_neuron, size)
         parts = [x.at[rows] for x in xs.values()] + [w.at[neurons] for _, w, _ in self.products]
-        specs = [accumulate.operand((size, STAGE_K), lambda k: (0, k), a.dtype) for a in parts]
-        stages = parts[0].shape[1] // STAGE_K
-        accumulate.accumulate(multiply, finish, n * [columns], stages, slots, specs)(*parts)
+        specs = [accumulate.operand((size, k), lambda i: (0, i), a.dtype) for a in parts]
+        stages = parts[0].shape[1] // k
+        accumulate.accumulate(factors, finish, n * [columns], stages, slots, specs, scratch)(*parts)
 
     def _activate(self, accs, first_row, neurons, part):
         """h, rounded, for rows from `first_row` on; stores its statistics and what is kept."""
@@ -316,10 +313,8 @@ class _Down:
         mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
         columns = pl.ds(column_block * _BLOCK, _BLOCK)
 
-        def multiply(_, h_smem, w_smem, accs):
-            plgpu.wgmma(accs[0], h_smem.at[:, mine].T, w_smem)
-            plgpu.wgmma_wait(1)  # the step before has ended
-            return accs
+        def factors(h_smem, w_smem):
+            return [(Factor(h_smem.at[:, mine], 0), Factor(w_smem, 0))]
 
         def finish(accs):
             rows = pl.ds(row_block * _BLOCK + warpgroup * ACC_ROWS, ACC_ROWS)
@@ -332,8 +327,9 @@ class _Down:
                     _store(half, self.y_smem.at[warpgroup], self.y, rows, target)
 
         operand = accumulate.operand((STAGE_K, _BLOCK), lambda k: (k, 0))
+        slots, scratch = current().slots, self.y_smem.at[warpgroup]
         accumulate.accumulate(
-            multiply, finish, [_BLOCK], h // STAGE_K, _STAGES, [operand, operand]
+            factors, finish, [_BLOCK], h // STAGE_K, slots, [operand, operand], scratch
         )(self.hidden.at[:, pl.ds(row_block * _BLOCK, _BLOCK)], self.w_down.at[:, columns])
 
     def few_block(self, index):
@@ -341,10 +337,8 @@ class _Down:
         warpgroup, part = lax.axis_index("warpgroup"), lax.axis_index("part")
         mine = pl.ds(warpgroup * STAGE_K, STAGE_K)
 
-        def multiply(_, h_smem, w_smem, accs):
-            plgpu.wgmma(accs[0], h_smem.at[mine].T, w_smem.at[mine])
-            plgpu.wgmma_wait(1)  # the step before has ended
-            return accs
+        def factors(h_smem, w_smem):
+            return [(Factor(h_smem.at[mine], 0), Factor(w_smem.at[mine], 0))]
 
         def finish(accs):
             quarter = part * CONSUMERS + warpgroup
@@ -359,7 +353,8 @@ class _Down:
         # Rows beyond H are read as zeros: the last stage may have some, or the second be of them.
         stages = max(2, pl.cdiv(self.w_down.shape[0], _PAIR * CONSUMERS * STAGE_K))
         operand = accumulate.operand((CONSUMERS * STAGE_K, _FEW), lambda k: (part * stages + k, 0))
-        accumulate.accumulate(multiply, finish, [_FEW], stages, _STAGES, [operand, operand])(
+        slots, scratch = current().slots, self.y_smem.at[warpgroup]
+        accumulate.accumulate(factors, finish, [_FEW], stages, slots, [operand, operand], scratch)(
             self.hidden.at[:, pl.ds(0, _FEW)], self.w_down.at[:, pl.ds(index * _FEW, _FEW)]
         )
 

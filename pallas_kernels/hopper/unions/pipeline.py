@@ -266,7 +266,7 @@ class Ring:
             self.take(step + k)
             self.release(step + k)
 
-        return engine.current().products(
+        return engine.current().sum_products(
             columns,
             used,
             lambda k: factors(*self.take(step + k)),

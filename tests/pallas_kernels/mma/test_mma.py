@@ -13,14 +13,17 @@ from pallas_kernels.quantised import E4M3
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
 from tests.devices import abstract_gpu
+from tests.equations import kernel_calls
 from tests.launches import launches
 from tests.pallas_kernels.eight_bits import scaled
+from tests.pallas_kernels.hopper.dense import test_dense_rows as rows
 from tests.pallas_kernels.hopper.twell import test_gate_pack as pack
 from tests.pallas_kernels.hopper.unions import test_gate_union as gate
 from tests.pallas_kernels.hopper.unions import test_hidden_grads as hidden
 from tests.pallas_kernels.hopper.unions import test_union_ffn as ffn
 from tests.pallas_kernels.hopper.unions import test_weight_grads as weights
-from twell_jax.ffn import mosaic
+from twell_jax import sparse_ffn
+from twell_jax.ffn import dispatch, mosaic
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 SHARED_BYTES = 99 * 1024  # that a thread block may have on an RTX GPU
@@ -73,6 +76,15 @@ def test_weight_grads_interpreted(n, interpreted):
         weights.assert_matches(jax.jit(MMA.weight_grads)(*operands), dense, *operands)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", rows.CASES[:4])
+def test_dense_rows_interpreted(case, interpreted):
+    operands = rows.draw(*case, True, jnp.bfloat16)
+    with interpreted(sms=2):
+        out = rows.run(MMA, *operands, keep=rows.KEPT)
+    rows.assert_matches(out, *operands)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 28672)])
 def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
@@ -101,6 +113,26 @@ def gradients(block, passes=2):
         return vjp(y)
 
     return call
+
+
+def test_cards_that_nobody_measured_stay_dense():
+    x, w = (jax.ShapeDtypeStruct((n, 256), jnp.bfloat16) for n in (4096, 512))
+    with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000", (1,), ("x",))):
+        kernels, why = dispatch.back_end(w)
+        assert kernels is MMA and why is None
+        assert kernel_calls(sparse_ffn, x, w, w, w) == 0
+        assert kernel_calls(functools.partial(sparse_ffn, implementation="mosaic"), x, w, w, w)
+
+
+def test_the_environment_names_a_back_end(monkeypatch):
+    w = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(abstract_gpu(shape=(1,), axes=("x",))):
+        assert dispatch.back_end(w)[0] is not MMA
+        monkeypatch.setenv("TWELL_JAX_BACK_END", "MMA")
+        assert dispatch.back_end(w) == (MMA, None)
+    monkeypatch.setenv("TWELL_JAX_BACK_END", "mma")
+    with pytest.raises(ValueError, match="TWELL_JAX_BACK_END must be one of Hopper, MMA, got 'mm"):
+        dispatch.back_end(w)
 
 
 @pytest.mark.gpu
@@ -148,6 +180,22 @@ def test_hidden_grads_on_the_gpu(case, with_extra, gated, dtype):
 def test_weight_grads_on_the_gpu(case, n, dtype):
     operands, dense = weights.draw(*case, n, dtype)
     weights.assert_matches(jax.jit(MMA.weight_grads)(*operands), dense, *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", [*rows.CASES, (1000, 2048, 5632, 64), (1000, 2048, 5632, 999)])
+def test_dense_rows_on_the_gpu(case, gated, dtype):
+    operands = rows.draw(*case, gated, dtype)
+    rows.assert_matches(rows.run(MMA, *operands, keep=rows.KEPT), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "names"), rows.EIGHT_BITS)
+def test_dense_rows_in_8_bits_on_the_gpu(case, names):
+    operands = rows.draw_8_bits(*case, names)
+    rows.assert_matches(rows.run(MMA, *operands), *operands)
 
 
 @pytest.mark.gpu

@@ -171,7 +171,9 @@ def test_a_model_of_others_needs_a_text_that_is_long_enough(model, tmp_path):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it is measured there")
 def test_without_a_gpu_it_says_that_no_speed_up_is_measured(analysed):
     printed, summary = analysed
-    assert "speed-up not measured: it needs a Hopper GPU, got " in printed
+    assert (
+        "speed-up not measured: it needs a Hopper GPU or, of Blackwell, an RTX GPU, got " in printed
+    )
     assert summary["speedup"] is None
 
 

@@ -377,6 +377,8 @@ def arrays(model):
 def test_without_a_gpu_it_says_so():
     if jax.default_backend() == "gpu":
         pytest.skip("there is one")
-    assert explain_decoding(of_shapes(**MODEL)).endswith("by XLA: it needs a Hopper GPU, got cpu")
+    assert explain_decoding(of_shapes(**MODEL)).endswith(
+        "by XLA: it needs a Hopper GPU or, of Blackwell, an RTX GPU, got cpu"
+    )
     with pytest.raises(CannotServe, match="decode_implementation='mosaic'"):
         explain_decoding(of_shapes(**MODEL, decode_implementation="mosaic"))

@@ -177,7 +177,7 @@ def test_a_plan_follows_from_the_newest_half_of_the_steps_and_from_every_overflo
 
 
 ONE = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
-SAYS = "it needs a Hopper GPU, got cpu; here all gradients are dense"
+SAYS = "it needs a Hopper GPU or, of Blackwell, an RTX GPU, got cpu; here all gradients are dense"
 
 
 def test_a_plan_of_sparse_gradients_that_cannot_be_computed_is_one_warning(caplog):

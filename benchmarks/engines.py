@@ -1,0 +1,129 @@
+"""The kernels by `mma.sync` on a Hopper GPU, as GPUs without WGMMA would run them.
+
+    python -m benchmarks.engines [--out DIRECTORY]
+
+"product" multiplies x with the gate's weights: by both engines of the kernels, each with an
+epilogue that stores the tile, by XLA and, where torch with CUDA is installed, by Triton without
+WGMMA. The block is that of unions, through `LAYERS` sets of weights; its baseline is the time of
+the three or nine products of its dense twin, each by `mma.sync` as above.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from benchmarks import gradients, record
+from benchmarks.ffn import DTYPE, LAYERS, D, H, describe, draw
+from pallas_kernels.hopper.common import engine, matmul, versions
+from pallas_kernels.hopper.common.tiles import ACC_ROWS
+from twell_jax import sparse_ffn
+from twell_jax.analysis import timing
+
+try:
+    import torch
+
+    from benchmarks import triton_product
+except ModuleNotFoundError:
+    torch = triton_product = None
+
+M = 16384
+PATTERNS = {"recorded": 0, "skewed": 29}  # mean non-zeros, where they are drawn
+ENGINES = {"mma.sync": engine.MMA, "wgmma": engine.WGMMA}
+PRODUCTS = {"forward": 3, "forward and backward": 9}  # of the dense block
+EXACT = 256  # rows of a product that are compared
+
+
+def main() -> None:
+    os.environ["TWELL_JAX_BACK_END"] = "MMA"
+    args = record.parser(__doc__).parse_args()
+    record.write_as_they_come("engines", measure(), args.out)
+
+
+def measure(m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:
+    """Yields the rows of products, then those of blocks."""
+    found = list(products(m, d, h))
+    yield from found
+    (ours,) = (row["ms"] for row in found if row["implementation"] == "mma.sync")
+    for pattern, nnz in PATTERNS.items():
+        for row in blocks(pattern, nnz, m, d, h):
+            baseline = PRODUCTS[row["direction"]] * ours
+            yield row | {
+                "baseline": "products by mma.sync",
+                "baseline_ms": baseline,
+                "speedup": baseline / row["ms"],
+            }
+
+
+def products(m: int, d: int, h: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for each implementation, those of Triton last."""
+    x, ((w, *_), *_) = draw(m, "skewed", 29, 1, 0, True, d=d, h=h)
+    some = x[:EXACT].astype(jnp.float32)
+    reference = jnp.dot(some, w.T.astype(jnp.float32), precision="highest")
+    case = {"direction": "product", "m": m, "d": d, "h": h, "dtype": x.dtype.name}
+
+    def row(name: str, out: jax.Array, measured: dict[str, Any]) -> dict[str, Any]:
+        error = record.relative_error(out[:EXACT], reference)
+        rate = 2 * m * d * h / measured["ms"] / 1e9
+        return case | {"implementation": name, "errors": [error], "tflop_per_s": rate} | measured
+
+    calls: dict[str, Callable] = {
+        name: engine.by(how, product) for name, how in ENGINES.items()
+    } | {"xla": lambda x, w: jnp.dot(x, w.T)}
+    for name, call in calls.items():
+        run = jax.jit(call)
+        yield row(name, run(x, w), {"ms": timing.milliseconds(run, x, w, calls=8)})
+    if triton_product is not None and torch.cuda.is_available():
+        for measured, out in triton_product.measure(*map(torch.from_dlpack, (x, w))):
+            yield row("triton, mma.sync", jnp.from_dlpack(out[:EXACT].contiguous()), measured)
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w^T` by the kernel of the gates, with an epilogue that stores the tile."""
+    schedule = matmul.Schedule()
+
+    def store(acc, slab, tile, out):
+        rows = pl.ds(slab * ACC_ROWS, ACC_ROWS)
+        columns = pl.ds(tile * schedule.columns, schedule.columns)
+        versions.store(out.at[rows, columns], acc.astype(out.dtype))
+
+    return matmul.matmul(
+        x,
+        (w,),
+        store,
+        out_type=jax.ShapeDtypeStruct((len(x), len(w)), x.dtype),
+        scratch_types={},
+        schedule=schedule,
+    )
+
+
+def blocks(pattern: str, nnz: float, m: int, d: int, h: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for XLA's dense block and one for unions, in each direction."""
+    x, layers = draw(m, pattern, nnz, 1, 0, True, d=d, h=h)
+    dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
+    _, stats = jax.jit(partial(sparse_ffn, implementation="xla"))(x, *layers[0])
+    reference = gradients.exact(x, layers[0], dy)
+    for name in ("dense", "sparse"):
+        block = partial(sparse_ffn, **gradients.BLOCKS[name])
+        forward = jax.jit(lambda x, layers, block=block: [block(x, *layer)[0] for layer in layers])
+        y = forward(x, layers[:1])[0]
+        yield (
+            describe("forward", x, layers[0], pattern, 0, stats)
+            | gradients.BLOCKS[name]
+            | {
+                "ms": timing.milliseconds(forward, x, layers, calls=4) / LAYERS,
+                "errors": [record.relative_error(y, reference[0])],
+            }
+        )
+        measured = gradients.measure_block(
+            name, 1.0 if name == "sparse" else None, x, layers, dy, reference
+        )
+        yield describe("forward and backward", x, layers[0], pattern, 0, stats) | measured
+
+
+if __name__ == "__main__":
+    main()
