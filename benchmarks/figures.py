@@ -34,6 +34,7 @@ BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-pro
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS = f"gradients-{_H200}"
+ENGINES = f"engines-{_H200}"
 PRECISION = f"precision-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
@@ -328,6 +329,17 @@ _BLOCKS = {
     "peak-no-gate": _peak(1.0, gated=False),
     **_gate_in_8_bits("recorded"),
     **_gate_in_8_bits("skewed"),
+    **{
+        f"engine-{name}-{pattern}": Figure(
+            value(
+                ENGINES,
+                {"direction": direction, "pattern": pattern, "implementation": "mosaic"},
+                "speedup",
+            )
+        )
+        for name, direction in (("forward", "forward"), ("both", "forward and backward"))
+        for pattern in ("recorded", "skewed")
+    },
     "exceeded-least": Figure(least(GRADIENTS, {"gradient_capacity": (0.5).__eq__}, "speedup")),
     "gradients-loss": Figure(
         percent(most(GRADIENTS, {"gradient_capacity": (1.0).__eq__}, _over_baseline), over=1),

@@ -114,9 +114,10 @@ TABLES: dict[str, Table] = {
         'of `order_by_use`, in which train.py puts them. "float8" has 8-bit operands, with sparse '
         "gradients in the product of the forward gate alone. The last columns are in the order of "
         'those before, or have one value if all agree. "train.py takes" is what '
-        '`sparse_gradients_every` comes to, and "as planned" the block with it; "kept" is what the '
-        'forward keeps for the backward besides x and the weights, and "peak" what XLA reserves '
-        'for one layer, both in GB. "error" is the largest of those of y and of the gradients.',
+        '`sparse_gradients_every` comes to, and "as planned" the block with it, which, unlike the '
+        'baseline, also computes the gradient of l1, as training does; "kept" is what the forward '
+        'keeps for the backward besides x and the weights, and "peak" what XLA reserves for one '
+        'layer, both in GB. "error" is the largest of those of y and of the gradients.',
         case={
             "pattern": number("pattern"),
             "gated": yes("gated"),

@@ -1,12 +1,14 @@
 """Each layer's gradients: the rule, what is saved of it, and the model's part."""
 
+import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.devices import H100
-from twell_jax import config
+from twell_jax import config, sparse_ffn
 from twell_jax.ffn.algorithms import CAPACITY
 from twell_jax.train.gradient_plan import GradientPlan, planned_every
 
@@ -47,6 +49,27 @@ def test_a_layer_that_outgrows_the_capacity_becomes_dense():
     assert revised(plan, (0.72, 0.5)) == plan and plan.capacities == (CAPACITY,)
     plan = revised(plan, (0.74, 0.5))
     assert plan.capacities == (CAPACITY,) and plan.announced == plan.followed.capacities == (0,)
+
+
+def test_a_dense_layer_is_the_program_of_xla(lower):
+    """So patterns for which kernels take longer lose nothing, nor do they before the first plan."""
+    dense = GradientPlan.dense(1).ffn_gradients[0]
+    x, w = (jax.ShapeDtypeStruct((n, 256), jnp.bfloat16) for n in (4096, 512))
+
+    def step(options, *operands):
+        def loss(operands):
+            y, stats = sparse_ffn(*operands, **options)
+            return jnp.sum(y.astype(jnp.float32) ** 2) + stats.l1
+
+        return jax.value_and_grad(loss)(operands)
+
+    planned, by_xla = (
+        lower(functools.partial(step, options), x, w, w, w)
+        for options in ({"gradients": dense}, {"implementation": "xla"})
+    )
+    assert planned == by_xla and "mosaic" not in planned
+    asked = functools.partial(step, {"gradients": CAPACITY})
+    assert "mosaic" in lower(asked, x, w, w, w)
 
 
 def test_a_change_is_announced_until_its_program_is_ready():
