@@ -41,7 +41,7 @@ test: checks
 
 # A test that lacks a package then fails: tests/packages.py
 test-all: export TWELL_TESTS_REQUIRE_PACKAGES = 1
-test-all: checks .venv/installed-peers .venv-tunix/installed-dev
+test-all: checks .venv/installed-peers .venv/assembler .venv-tunix/installed-dev
 	$(call run_tests,.venv,--ignore $(TUNIX_TESTS))
 	$(call run_tests,.venv-tunix,$(TUNIX_TESTS))
 
@@ -70,6 +70,12 @@ test-oldest: .venv-oldest/installed-dev
 .venv/installed-peers: .venv/installed-dev
 	$(PYTHON) -m pip install --quiet --editable '.[dev,peers]'
 	touch $@
+
+# What assembles kernels: JAX's CUDA plugin and ptxas, in a folder that JAX does not look into.
+.venv/assembler: .venv/installed
+	$(PYTHON) -m pip install --quiet --no-deps --target $@.part nvidia-cuda-nvcc \
+		jax-cuda13-pjrt==$$($(PYTHON) -c 'import jaxlib; print(jaxlib.__version__)')
+	mv $@.part $@
 
 .venv-tunix/installed-dev: pyproject.toml .ci/venv
 	bash .ci/venv .venv-tunix

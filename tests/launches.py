@@ -28,16 +28,32 @@ def held(launch: Launch) -> int:
 def launches(text: str) -> dict[str, Launch]:
     """The launches in `text`, a program lowered for a GPU, by the kernels' names."""
     found = {}
-    with mlir.make_ir_context() as context:
-        context.allow_unregistered_dialects = True
-        for escaped in re.findall(r'module = "((?:[^"\\]|\\.)*)"', text):
-            code = ir.Module.parse(re.sub(rb"\\(\\|[0-9A-F]{2})", _unescape, escaped.encode()))
-            (name,) = {*re.findall(r'sym_name = "(\w+?)_mosaic', str(code))}
+    with _context():
+        for name, bytecode in modules(text).items():
+            code = ir.Module.parse(bytecode)
             (launch,) = (op for op in operations(code.operation) if op.name.endswith("gpu.launch"))
             # What it waits for; the sizes of grid, blocks and clusters; shared memory.
             _, *sizes, smem = (_constant(operand) for operand in launch.operands)
             found[name] = Launch(math.prod(sizes[:3]), math.prod(sizes[6:]), smem)
     return found
+
+
+def modules(text: str) -> dict[str, bytes]:
+    """The kernels in `text`, as MLIR's bytecode, by their names."""
+    found = {}
+    with _context():
+        for escaped in re.findall(r'module = "((?:[^"\\]|\\.)*)"', text):
+            bytecode = re.sub(rb"\\(\\|[0-9A-F]{2})", _unescape, escaped.encode())
+            code = str(ir.Module.parse(bytecode))
+            (name,) = {*re.findall(r'sym_name = "(\w+?)_mosaic', code)}
+            found[name] = bytecode
+    return found
+
+
+def _context() -> ir.Context:
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    return context
 
 
 def operations(parent: ir.Operation) -> list[ir.Operation]:

@@ -85,6 +85,7 @@ def test_dense_rows_interpreted(case, interpreted):
     rows.assert_matches(out, *operands)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 28672)])
 def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
