@@ -35,9 +35,12 @@ class BlockKernels(Protocol):
 
     Attributes:
       name: shown to people.
+      recorded: whether records say where they gain. If not, they serve callers who ask for kernels,
+        and blocks that were measured on the card.
     """
 
     name: str
+    recorded: bool
 
     def __hash__(self) -> int:
         """They are arguments of functions that are cached."""

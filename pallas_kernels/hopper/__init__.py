@@ -43,6 +43,7 @@ __all__ = [
     "norm_grads",
     "place_rows",
     "project",
+    "recorded",
     "round_both",
     "round_tokens",
     "transposed",
@@ -55,3 +56,4 @@ __all__ = [
 
 name: str = "Hopper"
 decodes: bool = True
+recorded: bool = True

@@ -36,6 +36,7 @@ project = reference.project
 
 name: str = "MMA"
 decodes: bool = False
+recorded: bool = False
 
 
 def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:

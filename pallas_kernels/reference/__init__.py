@@ -29,6 +29,7 @@ __all__ = [
     "norm_grads",
     "place_rows",
     "project",
+    "recorded",
     "round_both",
     "round_tokens",
     "transposed",
@@ -41,3 +42,4 @@ __all__ = [
 
 name: str = "reference"
 decodes: bool = True
+recorded: bool = True

@@ -201,14 +201,18 @@ def back_end(w: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str |
     return None, why
 
 
-def is_known_to_gain(case: Case, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether the back end of a case was measured, for a rule or on this machine.
+def recorded_back_end(w: jax.Array | jax.ShapeDtypeStruct) -> Kernels | None:
+    """The back end that can serve here, if records say where it gains."""
+    kernels, _ = back_end(w)
+    return kernels if kernels is not None and kernels.recorded else None
+
+
+def was_measured_to_gain(case: Case, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether kernels were the fastest for the block of a case when it was measured on this card.
 
     Args:
       case, dtype: see `measured_here`.
     """
-    if case.back_end in {rule.back_end for rule in RULES} - {None}:
-        return True
     times = measured_here(case, dtype)
     return times is not None and ALGORITHMS[times.fastest(case.tokens_here)].implementation != "xla"
 

@@ -88,4 +88,5 @@ def _kernels(config: ModelConfig) -> TransformerKernels | None:
     """Those that may differentiate what lies around a layer's parts; None if XLA does."""
     if config.ffn_implementation == "xla":
         return None
-    return dispatch.back_end(jax.ShapeDtypeStruct((config.d_ff, config.d_model), config.dtype))[0]
+    w = jax.ShapeDtypeStruct((config.d_ff, config.d_model), config.dtype)
+    return dispatch.recorded_back_end(w)

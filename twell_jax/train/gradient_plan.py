@@ -69,7 +69,7 @@ def _may_be_sparse(config: Config) -> bool:
         back_end=kernels.name if kernels else None,
         no_back_end=why,
     )
-    if not dispatch.is_known_to_gain(case, model.dtype):
+    if kernels and not (kernels.recorded or dispatch.was_measured_to_gain(case, model.dtype)):
         return False
     try:
         dispatch.select(case, Request(model.ffn_implementation, gradients="sparse"))

@@ -120,7 +120,7 @@ def test_cards_that_nobody_measured_stay_dense():
     x, w = (jax.ShapeDtypeStruct((n, 256), jnp.bfloat16) for n in (4096, 512))
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000", (1,), ("x",))):
         kernels, why = dispatch.back_end(w)
-        assert kernels is MMA and why is None
+        assert kernels is MMA and why is None and dispatch.recorded_back_end(w) is None
         assert kernel_calls(sparse_ffn, x, w, w, w) == 0
         assert kernel_calls(functools.partial(sparse_ffn, implementation="mosaic"), x, w, w, w)
 

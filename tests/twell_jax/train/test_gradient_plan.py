@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.devices import H100
+from tests.devices import H100, abstract_gpu
 from twell_jax import config, sparse_ffn
-from twell_jax.ffn.algorithms import CAPACITY
+from twell_jax.ffn import dispatch, measured
+from twell_jax.ffn.algorithms import CAPACITY, Case
 from twell_jax.train.gradient_plan import GradientPlan, planned_every
 
 USUAL = 1.0, 0.9  # union and listed of a layer that has just begun to train
@@ -170,6 +171,24 @@ def test_shipped_configurations_plan_sparse_gradients_where_kernels_serve(on_an_
 )
 def test_auto_plans_where_the_configuration_leaves_gradients_to_it(on_an_h100, changes, steps):
     assert planned_every(config.load("0p5b", changes)) == steps
+
+
+def test_auto_plans_nothing_on_a_card_that_nobody_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("TWELL_JAX_CACHE", str(tmp_path))
+    settings = config.load("0p5b")
+    with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000")):
+        assert planned_every(settings) == 0
+        block = dispatch.measurable(*case_of(settings))
+        measured.keep("NVIDIA RTX PRO 6000", block, {settings.batch_tokens: {"unions": 1.0}})
+        assert planned_every(settings) == 10
+
+
+def case_of(settings):
+    """What decides about a block of a run, with the kernels of the current device."""
+    model = settings.model
+    kernels, _ = dispatch.back_end(jax.ShapeDtypeStruct((model.d_ff, model.d_model), model.dtype))
+    tokens = settings.micro_batch * model.context
+    return Case(tokens, model.d_model, model.d_ff, True, back_end=kernels.name), model.dtype
 
 
 def test_auto_plans_nothing_without_kernels():
