@@ -1,6 +1,7 @@
 """What the Hopper kernels can serve: devices, shapes and dtypes."""
 
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from pallas_kernels.layouts import twell
 from pallas_kernels.quantised import E4M3, Operand, Quantised
 from pallas_kernels.weights import DTYPES
 
-# What is in names of devices, by the major number of their compute capability; H20: H200, too.
-_NAMES = {9: ("H100", "H20", "H800"), 12: ("RTX PRO", "RTX 50", "GB10")}
+# What is in names of devices, by the major number of their compute capability; H20: H200, too. An
+# "RTX 5000 Ada" is older than its number.
+_NAMES = {9: r"H100|H20|H800", 12: r"RTX PRO|RTX 50[5-9]0|\bGB10\b"}
 
 # With these XLA may run two kernels of a program at the same time. They could share a counter: see
 # `gathered_matmul`.
@@ -140,6 +142,6 @@ def _device() -> tuple[str, int | None]:
     device = current()
     kind = device.device_kind
     if isinstance(device, AbstractDevice):
-        known = (major for major, names in _NAMES.items() if any(name in kind for name in names))
+        known = (major for major, names in _NAMES.items() if re.search(names, kind))
         return kind, next(known, None)
     return kind, int(device.compute_capability.split(".")[0]) if device.platform == "gpu" else None

@@ -310,8 +310,21 @@ def test_hopper_gpus_are_known_by_name(name):
     assert algorithm(2048, gpu=abstract_gpu(f"NVIDIA {name}")) == "unions"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["RTX PRO 6000 Blackwell Server Edition", "GeForce RTX 5090", "GeForce RTX 5060 Ti", "GB10"],
+)
+def test_blackwells_rtx_gpus_are_known_by_name(name):
+    gpu = abstract_gpu(f"NVIDIA {name}")
+    assert algorithm(2048, gpu=gpu) == "dense"
+    assert algorithm(2048, gpu=gpu, implementation="mosaic") == "unions"
+
+
 @pytest.mark.parametrize("tokens", [4, 2048])
-@pytest.mark.parametrize("name", ["A100-SXM4-80GB", "B200", "GB200", "B300 SXM6 AC", "GB300"])
+@pytest.mark.parametrize(
+    "name",
+    ["A100-SXM4-80GB", "B200", "GB200", "B300 SXM6 AC", "GB300", "RTX 5000 Ada Generation"],
+)
 def test_other_gpus_get_no_kernels(name, tokens):
     """An abstract device has no compute capability, and Mosaic then takes it for a Hopper GPU."""
     with jax.sharding.use_abstract_mesh(H100):
