@@ -73,6 +73,7 @@ test-oldest: .venv-oldest/installed-dev
 
 # What assembles kernels: JAX's CUDA plugin and ptxas, in a folder that JAX does not look into.
 .venv/assembler: .venv/installed
+	rm -rf $@ $@.part
 	$(PYTHON) -m pip install --quiet --no-deps --target $@.part nvidia-cuda-nvcc \
 		jax-cuda13-pjrt==$$($(PYTHON) -c 'import jaxlib; print(jaxlib.__version__)')
 	mv $@.part $@

@@ -39,14 +39,17 @@ def launches(text: str) -> dict[str, Launch]:
 
 
 def modules(text: str) -> dict[str, bytes]:
-    """The kernels in `text`, as MLIR's bytecode, by their names."""
+    """The kernels in `text`, as MLIR's bytecode, by their names; others of a name have a number
+    behind it, as in "weight_grads-2"."""
     found = {}
     with _context():
         for escaped in re.findall(r'module = "((?:[^"\\]|\\.)*)"', text):
             bytecode = re.sub(rb"\\(\\|[0-9A-F]{2})", _unescape, escaped.encode())
             code = str(ir.Module.parse(bytecode))
             (name,) = {*re.findall(r'sym_name = "(\w+?)_mosaic', code)}
-            found[name] = bytecode
+            if bytecode not in found.values():
+                count = sum(known.partition("-")[0] == name for known in found)
+                found[f"{name}-{count + 1}" if count else name] = bytecode
     return found
 
 

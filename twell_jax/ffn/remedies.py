@@ -98,7 +98,7 @@ def warn(case: Case, request: Request, dtype: jax.typing.DTypeLike) -> None:
 def warn_once(remedy: str) -> None:
     """Warns of a remedy, if it was not yet."""
     log.warning(
-        "dense XLA serves a block on this Hopper GPU: %s; twell_jax.explain says more, "
+        "dense XLA serves a block on this GPU: %s; twell_jax.explain says more, "
         "implementation='xla' asks for it",
         remedy,
     )

@@ -69,7 +69,8 @@ def _may_be_sparse(config: Config) -> bool:
         back_end=kernels.name if kernels else None,
         no_back_end=why,
     )
-    if kernels and not (kernels.recorded or dispatch.was_measured_to_gain(case, model.dtype)):
+    is_asked = model.ffn_implementation == "mosaic" or (kernels is not None and kernels.recorded)
+    if not is_asked and not dispatch.was_measured_to_gain(case, model.dtype):
         return False
     try:
         dispatch.select(case, Request(model.ffn_implementation, gradients="sparse"))

@@ -144,4 +144,5 @@ def _device() -> tuple[str, int | None]:
     if isinstance(device, AbstractDevice):
         known = (major for major, names in _NAMES.items() if re.search(names, kind))
         return kind, next(known, None)
-    return kind, int(device.compute_capability.split(".")[0]) if device.platform == "gpu" else None
+    major = getattr(device, "compute_capability", "").partition(".")[0]  # of AMD: "gfx942"
+    return kind, int(major) if major.isdigit() else None

@@ -32,7 +32,8 @@ def multiply(acc: jax.Array, a_ref, b_ref, *, a_by_k: bool, b_by_k: bool) -> jax
 
     Args:
       acc: float32 `[64, N]`, quarters: a lane's registers are those of a WGMMA accumulator in
-        number and type, not in what they hold. N is a multiple of 32, or of 128 if not `b_by_k`.
+        number and type, not in what they hold. N is a multiple of 32; if not `b_by_k`, 64 or a
+        multiple of 128.
       a_ref: SMEM `[64, K]` if `a_by_k`, else `[K, 64]`, 16-bit, or 8-bit if both are by K.
       b_ref: SMEM `[N, K]` if `b_by_k`, else `[K, N]`. Both have transforms `tiled`, with tiles of
         128 bytes, or of as many as a row has.
@@ -108,6 +109,8 @@ def in_wgmma_layout(acc: jax.Array, scratch_ref) -> jax.Array:
 
 @in_wgmma_layout.in_jax
 def _(acc, scratch_ref):
+    scratch_ref[...] = jnp.full(scratch_ref.shape, jnp.nan, scratch_ref.dtype)
+    plgpu.commit_smem()
     return acc
 
 

@@ -1,11 +1,13 @@
 """What the kernels refuse."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.hopper.common import support
-from pallas_kernels.kernels import HOPPER
+from pallas_kernels.kernels import HOPPER, MMA
 from pallas_kernels.quantised import E4M3, Quantised
 from tests.devices import H100
 
@@ -28,6 +30,23 @@ def test_kernels_that_run_at_the_same_time_are_refused(monkeypatch, flag):
         assert HOPPER.unsupported(W) == (
             f"its kernels must run one after the other: take {flag} out of XLA_FLAGS"
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "serves"),
+    [
+        ("NVIDIA H200", "9.0", ["Hopper", "MMA"]),
+        ("NVIDIA GeForce RTX 5090", "12.0", ["MMA"]),
+        ("NVIDIA A100-SXM4-80GB", "8.0", []),
+        ("NVIDIA B200", "10.0", []),
+        ("AMD Instinct MI300X", "gfx942", []),
+    ],
+)
+def test_gpus_are_known_by_their_compute_capability(monkeypatch, kind, capability, serves):
+    gpu = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    monkeypatch.setattr(support, "current", lambda: gpu)
+    assert [kernels.name for kernels in (HOPPER, MMA) if not kernels.unsupported(W)] == serves
+    assert serves or HOPPER.unsupported(W) == f"it needs a Hopper GPU, got {kind}"
 
 
 @pytest.mark.parametrize("gate", [HOPPER.gate_pack, HOPPER.gate_union])
