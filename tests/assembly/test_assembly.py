@@ -43,7 +43,11 @@ class Limits(NamedTuple):
 
 BACK_ENDS = {"90a": HOPPER, "120a": MMA}
 LIMITS = {  # by architecture and the name of a kernel; others have the default
-    "90a": {"hidden_kernel": Limits(spilled=24), "token_ffn": Limits(registers=232)},
+    "90a": {
+        "hidden_grads": Limits(spilled=12),
+        "hidden_kernel": Limits(spilled=24),
+        "token_ffn": Limits(registers=232),
+    },
     "120a": {"hidden_kernel": Limits(spilled=136), "fused_ffn": Limits(spilled=208)},
 }
 
