@@ -86,12 +86,6 @@ REMARKS = {
     "other GPU.",
     "gradients-nvidia-h200-20261130": _REBASED.format("1d0b09c", "761e62e") + " It ended "
     "before the block without a gate by use. Other programs ran on the other GPU.",
-    "torch_block-nvidia-h200-20261129-3": _REBASED.format("6a794bd", "ec52bcb") + " Training and "
-    "tests ran on the other GPU.",
-    "torch_block-nvidia-h200-20261129-4": "The two commands ran at a time, each with a GPU of "
-    "the host. While both passes of fewer than 16,384 tokens ran, tests took the host's cores, and "
-    "the host limits these. The run ended before dense tokens and the uniform pattern in both "
-    "passes, which the record before has.",
     "torch_scoring-nvidia-h200-20261129-3": "The block's benchmark and tests ran on the other GPU.",
     "training-documents-0p5b-nvidia-h200-20261129": "Attention does not reach across documents.",
 }
