@@ -1,8 +1,7 @@
 """A back end for GPUs that have TMA but no WGMMA, such as RTX PRO 6000 and RTX 50: Hopper's kernels
 of the block, by `mma.sync` and in 99 KB of shared memory.
 
-It runs on Hopper GPUs, too, where it is tested. What it has no kernels for yet is dense, by the
-reference: blocks of few tokens and short prompts. Decoding is XLA's.
+It runs on Hopper GPUs, too, where it is tested. It has no kernels of decode steps: XLA decodes.
 """
 
 import jax
@@ -20,7 +19,9 @@ round_tokens = hopper.round_tokens
 transposed = hopper.transposed
 union_plan = hopper.union_plan
 
+dense_block = by(MMA, hopper.dense_block)
 dense_rows = by(MMA, hopper.dense_rows)
+few_tokens_ffn = by(MMA, hopper.few_tokens_ffn)
 gate_pack = by(MMA, hopper.gate_pack)
 gate_union = by(MMA, hopper.gate_union)
 hidden_grads = by(MMA, hopper.hidden_grads)
@@ -29,8 +30,6 @@ union_up = by(MMA, hopper.union_up)
 weight_grads = by(MMA, hopper.weight_grads)
 
 decode_layers = reference.decode_layers
-dense_block = reference.dense_block
-few_tokens_ffn = reference.few_tokens_ffn
 has_room = reference.has_room
 project = reference.project
 

@@ -49,6 +49,7 @@ class Engine(abc.ABC):
       tokens: columns of an accumulator there, at most.
       slots: of 128 rows and columns in the pipeline of `dense_rows`.
       slot_k: elements of the contracted axis in one of them.
+      sm_bytes: shared memory of an SM, of which the thread blocks of `token_ring` have shares.
     """
 
     ring_bytes: int
@@ -58,6 +59,7 @@ class Engine(abc.ABC):
     tokens: int
     slots: int
     slot_k: int
+    sm_bytes: int
 
     @abc.abstractmethod
     def sum_products(
@@ -86,14 +88,18 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def sum_in_pipeline(
-        self, pipeline: Callable[[Any], Any], columns: list[int], scratch: Callable[[], Any]
+        self,
+        pipeline: Callable[[Any], Any],
+        columns: list[int],
+        scratch: Callable[[], Any] | None = None,
     ) -> list[jax.Array]:
         """Likewise, several sums of which a pipeline carries what `step` adds to.
 
         Args:
-          pipeline: what `emit_pipeline_warp_specialized` gives to its `compute_context`.
+          pipeline: called with what it carries at first, returns what it carries at last; such as
+            `emit_pipeline_warp_specialized` gives to its `compute_context`.
           columns: of the results.
-          scratch: as of `sum_products`.
+          scratch: as of `sum_products`; None if no result has 128 columns or more.
         """
 
     @abc.abstractmethod
@@ -121,7 +127,7 @@ class _WGMMA(Engine):
 
         return pl.run_scoped(accumulate, _accumulator(columns))
 
-    def sum_in_pipeline(self, pipeline, columns, scratch):
+    def sum_in_pipeline(self, pipeline, columns, scratch=None):
         def accumulate(*accs):
             pipeline(accs)
             return [acc[...] for acc in accs]
@@ -143,14 +149,14 @@ class _MMA(Engine):
             return acc
 
         acc = warp_mma.in_wgmma_layout(
-            lax.fori_loop(0, steps, step, _zeros(columns)), scratch(steps - 1)
+            lax.fori_loop(0, steps, step, _zeros(columns)), lambda: scratch(steps - 1)
         )
         release(steps - 1, None if isinstance(steps, int) else steps > 0)
         return acc
 
-    def sum_in_pipeline(self, pipeline, columns, scratch):
+    def sum_in_pipeline(self, pipeline, columns, scratch=None):
         accs = pipeline(list(map(_zeros, columns)))
-        return [warp_mma.in_wgmma_layout(acc, scratch()) for acc in accs]
+        return [warp_mma.in_wgmma_layout(acc, scratch) for acc in accs]
 
     def step(self, carry, products):
         carry = [
@@ -174,10 +180,24 @@ def _zeros(columns: int) -> jax.Array:
 
 
 WGMMA = _WGMMA(
-    ring_bytes=216 << 10, k_bytes=128, staggered=True, stages=4, tokens=256, slots=4, slot_k=64
+    ring_bytes=216 << 10,
+    k_bytes=128,
+    staggered=True,
+    stages=4,
+    tokens=256,
+    slots=4,
+    slot_k=64,
+    sm_bytes=228 << 10,
 )
 MMA = _MMA(
-    ring_bytes=98 << 10, k_bytes=64, staggered=False, stages=2, tokens=128, slots=2, slot_k=32
+    ring_bytes=98 << 10,
+    k_bytes=64,
+    staggered=False,
+    stages=2,
+    tokens=128,
+    slots=2,
+    slot_k=32,
+    sm_bytes=100 << 10,
 )
 
 _current = contextvars.ContextVar[Engine]("engine", default=WGMMA)

@@ -1,11 +1,14 @@
 """Products of warps by `mma.sync`, for GPUs without WGMMA.
 
-The four warps of a warpgroup have the quarters of its `[64, N]` result: 32 rows and half of the
+Of a wide result `[64, N]` the four warps of a warpgroup have the quarters: 32 rows and half of the
 columns each, so that they read operands from shared memory less often than with 16 rows and all
 columns, as in a WGMMA accumulator. `in_wgmma_layout` exchanges halves between two warps at the end.
+Of a narrow result they have 16 rows each.
 """
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +26,17 @@ from pallas_kernels.hopper.common.tiles import tiled
 _CHUNK = 16  # bytes of a row of `ldmatrix`
 _K_BYTES = 32  # of the contracted axis in an instruction
 _LANES = 128
+_WIDE = 128  # columns of a result from which on warps have its quarters
 _KINDS = {"bfloat16": ("k16", "bf16"), "float16": ("k16", "f16"), "float8_e4m3fn": ("k32", "e4m3")}
 
 
 @primitive
 def multiply(acc: jax.Array, a_ref, b_ref, *, a_by_k: bool, b_by_k: bool) -> jax.Array:
-    """Adds a product to the quarters that warps have.
+    """Adds a product to the parts that warps have.
 
     Args:
-      acc: float32 `[64, N]`, quarters: a lane's registers are those of a WGMMA accumulator in
-        number and type, not in what they hold. N is a multiple of 32; if not `b_by_k`, 64 or a
+      acc: float32 `[64, N]`; of quarters a lane's registers are those of a WGMMA accumulator in
+        number and type, not in what they hold. N is a multiple of 8; if not `b_by_k`, 64 or a
         multiple of 128.
       a_ref: SMEM `[64, K]` if `a_by_k`, else `[K, 64]`, 16-bit, or 8-bit if both are by K.
       b_ref: SMEM `[N, K]` if `b_by_k`, else `[K, N]`. Both have transforms `tiled`, with tiles of
@@ -46,20 +50,26 @@ def multiply(acc: jax.Array, a_ref, b_ref, *, a_by_k: bool, b_by_k: bool) -> jax
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=result)
     def step(_, acc, a_ref, b_ref):
         lane, warp = simt.lane_and_warp()
-        lower, right = arith.shrui(warp, const(1)), arith.andi(warp, const(1))
-        a = _Matrix(a_ref, a_by_k, dtype, arith.muli(lower, const(32)), lane, is_b=False)
-        first = arith.muli(right, const(columns // 2))
-        b = _Matrix(b_ref, b_by_k, dtype, first, lane, is_b=True)
+        if _has_quarters(columns):
+            rows, width = 32, columns // 2
+            row = arith.muli(arith.shrui(warp, const(1)), const(rows))
+            column = arith.muli(arith.andi(warp, const(1)), const(width))
+        else:
+            rows, width = 16, columns
+            row, column = arith.muli(warp, const(rows)), const(0)
+        a = _Matrix(a_ref, a_by_k, dtype, row, lane, is_b=False)
+        b = _Matrix(b_ref, b_by_k, dtype, column, lane, is_b=True)
         sums = [
             vector.extract(register, [], [i]) for register in acc.registers.flat for i in range(2)
         ]
         for k_bytes in range(0, k * dtype.itemsize, _K_BYTES):
-            a_tiles = [a.load(row, k_bytes) for row in (0, 16)]
-            for column in range(0, columns // 2, 16):
-                b_tiles = b.load(column, k_bytes)
-                for (t, a_tile), half in itertools.product(enumerate(a_tiles), (0, 1)):
+            a_tiles = [a.load(row, k_bytes) for row in range(0, rows, 16)]
+            for column in range(0, width, 16):
+                tiles = min(2, (width - column) // 8)
+                b_tiles = b.load(column, k_bytes, 2 * tiles)
+                for (t, a_tile), half in itertools.product(enumerate(a_tiles), range(tiles)):
                     # Of 16 rows and 8 columns a lane has four numbers.
-                    at = 4 * ((t * columns // 2 + column) // 8 + half)
+                    at = 4 * ((t * width + column) // 8 + half)
                     b_tile = b_tiles[2 * half : 2 * half + 2]
                     sums[at : at + 4] = _mma(dtype, sums[at : at + 4], a_tile, b_tile)
         return _array(sums, acc)
@@ -73,17 +83,27 @@ def _(acc, a_ref, b_ref, *, a_by_k, b_by_k):
     return acc + jnp.dot(a if a_by_k else a.T, b.T if b_by_k else b)
 
 
-@primitive
-def in_wgmma_layout(acc: jax.Array, scratch_ref) -> jax.Array:
-    """The quarters of `multiply` in the layout of a WGMMA accumulator, float32 `[64, N]`.
+def _has_quarters(columns: int) -> bool:
+    return columns >= _WIDE and columns % 16 == 0
 
-    Two warps with the same 32 rows exchange 16 of them.
+
+def in_wgmma_layout(acc: jax.Array, scratch: Callable[[], Any] | None) -> jax.Array:
+    """The parts of `multiply` in the layout of a WGMMA accumulator, float32 `[64, N]`.
 
     Args:
-      acc: the quarters.
-      scratch_ref: SMEM of a multiple of 2048 bytes in one piece, with transforms `tiled`. Before,
-        all copies from it have ended; afterwards, TMA may write there.
+      acc: the parts.
+      scratch: called if they are quarters, returns SMEM of a multiple of 2048 bytes in one piece,
+        with transforms `tiled`. All copies from it have ended; afterwards, TMA may write there.
     """
+    if not _has_quarters(acc.shape[1]):
+        return acc
+    assert scratch is not None
+    return _exchanged(acc, scratch())
+
+
+@primitive
+def _exchanged(acc: jax.Array, scratch_ref) -> jax.Array:
+    """`in_wgmma_layout` of quarters: two warps with the same 32 rows exchange 16 of them."""
     scratch_type = plgpu.RefType(tiled(scratch_ref.dtype, _tile_columns(scratch_ref)))
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
     room = scratch_ref.size * jnp.dtype(scratch_ref.dtype).itemsize // (_CHUNK * _LANES)
@@ -107,7 +127,7 @@ def in_wgmma_layout(acc: jax.Array, scratch_ref) -> jax.Array:
     return step(acc, scratch_ref)
 
 
-@in_wgmma_layout.in_jax
+@_exchanged.in_jax
 def _(acc, scratch_ref):
     scratch_ref[...] = jnp.full(scratch_ref.shape, jnp.nan, scratch_ref.dtype)
     plgpu.commit_smem()
@@ -150,8 +170,9 @@ class _Matrix:
         self._base = arith.addi(simt.smem_address(ref), arith.addi(place, start))
         self._addresses: dict[int, ir.Value] = {}
 
-    def load(self, place: int, k_bytes: int) -> list[ir.Value]:
-        """16 rows or columns of the result, from this one of the warp's on, and 32 bytes of K."""
+    def load(self, place: int, k_bytes: int, tiles: int = 4) -> list[ir.Value]:
+        """16 rows or columns of the result, from this one of the warp's on, and 32 bytes of K; of
+        B the first 8 columns alone if there are two `tiles`, not four."""
         row, column = (place, k_bytes // self._size) if self._by_k else (k_bytes // 2, place)
         tile, column = divmod(column, self._tile)
         chunk = column * self._size // _CHUNK
@@ -160,12 +181,13 @@ class _Matrix:
             self._addresses[chunk] = arith.addi(self._base, swizzled)
         offset = row // 8 * self._strides[0] + tile * self._strides[1]
         transposed = "" if self._by_k else ".trans"
+        results = ", ".join(f"${i}" for i in range(tiles))
         return list(
             mgpu.utils.inline_ptx(
-                f"ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 "
-                f"{{$0, $1, $2, $3}}, [$4 + {offset}];",
+                f"ldmatrix.sync.aligned.m8n8.x{tiles}{transposed}.shared.b16 "
+                f"{{{results}}}, [${tiles} + {offset}];",
                 self._addresses[chunk],
-                result_types=[ir.IntegerType.get_signless(32)] * 4,
+                result_types=[ir.IntegerType.get_signless(32)] * tiles,
                 has_side_effects=True,
                 convergent=True,
             )

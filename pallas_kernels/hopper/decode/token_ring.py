@@ -1,9 +1,9 @@
 """The loop of a product of few tokens with matrices that are read once.
 
-Four thread blocks of a cluster compute 64 columns. Each multiplies a quarter of K by WGMMA, with
-the matrix as the operand of 64 rows, through a ring of stages in shared memory. The blocks then
-send each other their sums, 16 columns to each, which adds them in a fixed order. A cluster may have
-several such subclusters.
+Four thread blocks of a cluster compute 64 columns. Each multiplies a quarter of K by the `engine`,
+with the matrix as the operand of 64 rows, through a ring of stages in shared memory. The blocks
+then send each other their sums, 16 columns to each, which adds them in a fixed order. A cluster may
+have several such subclusters.
 
 Matrices of 8-bit floats are multiplied with tokens that the blocks round, too.
 """
@@ -20,14 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import support, warpgroup
+from pallas_kernels.hopper.common import engine, support, warpgroup
+from pallas_kernels.hopper.common.engine import Factor
 from pallas_kernels.hopper.common.tiles import tiled
 from pallas_kernels.hopper.decode import cluster, rounding, token_columns
 from pallas_kernels.quantised import E4M3, Operand, Quantised
 
 PARTS = 4  # thread blocks of a subcluster
-COLUMNS = PARTS * token_columns.COLUMNS  # of a subcluster: the rows of a WGMMA
-_SM_BYTES = 228 * 1024  # shared memory of an SM
+COLUMNS = PARTS * token_columns.COLUMNS  # of a subcluster: the rows of an accumulator
 _ALIGNMENT = 1024  # of an array in shared memory
 _OVERHEAD = 2048  # bytes of shared memory of a block besides its arrays: the system's and barriers
 
@@ -135,7 +135,7 @@ class TokenRing:
         """Stages of so many rows of K that fit into a thread block's share of shared memory."""
         taken = self.reserved + _OVERHEAD + size((self.parts(), _arrived()))
         stage = self.dtype.itemsize * stage_k * (self.sums * COLUMNS + self.tokens)
-        return (_SM_BYTES // self.on_sm - taken) // stage
+        return (engine.current().sm_bytes // self.on_sm - taken) // stage
 
     def memory(self) -> tuple[Any, Any]:
         """The shared memory in which stages of the matrices and of x lie."""
@@ -240,8 +240,8 @@ class Product:
 
     def send(self) -> None:
         """Multiplies, and sends the sums; then the ring is free."""
-        acc = plgpu.ACC((COLUMNS, self.ring.tokens), jnp.float32)
-        accs = pl.run_scoped(self._accumulate, *self.ring.sums * [acc])
+        columns = self.ring.sums * [self.ring.tokens]
+        accs = engine.current().sum_in_pipeline(self._accumulate, columns)
         parts, arrived = self.smem["parts"], self.smem["arrived"]
         cluster.exchange_columns(accs, self._rank, parts, arrived)
 
@@ -266,24 +266,22 @@ class Product:
         fetch(0)
         fetch_others() if self.is_early is None else pl.when(self.is_early)(fetch_others)
 
-    def _accumulate(self, *accs):
+    def _accumulate(self, sums):
         ring, (w_smem, x_smem) = self.ring, self.smem["ring"]
         for stage in range(ring.stages):
             slot = stage % ring.slots
             plgpu.barrier_wait(self.smem["here"].at[slot])
             if stage == 0 and self.is_early is not None:
                 pl.when(~self.is_early)(functools.partial(self.fetch, range(1, ring.slots)))
-            for i, acc in enumerate(accs):
-                w = w_smem.at[slot, i]
-                plgpu.wgmma(acc, w.T if ring.k_axis == 1 else w, x_smem.at[slot].T)
+            x = Factor(x_smem.at[slot], 1)
+            products = [(Factor(w_smem.at[slot, i], ring.k_axis - 1), x) for i in range(ring.sums)]
+            sums = engine.current().step(sums, products)
             following = stage - 1 + ring.slots  # goes where the stage before this one was
             if stage > 0 and following < ring.stages:
-                plgpu.wgmma_wait(len(accs))
                 warpgroup.barrier()
                 self._fetch_matrices(following)
                 self._fetch_tokens(following)
-        plgpu.wgmma_wait(0)
-        return [acc[...] for acc in accs]
+        return sums
 
     def _k(self, stage):
         ring = self.ring
@@ -379,7 +377,7 @@ def most_waiting(arrays: Any, on_sm: int, blocks: int) -> int:
 
 def fitting(arrays: Any) -> int:
     """Thread blocks with such arrays in shared memory that fit on an SM."""
-    return _SM_BYTES // (size(arrays) + _OVERHEAD)
+    return engine.current().sm_bytes // (size(arrays) + _OVERHEAD)
 
 
 def size(arrays: Any) -> int:

@@ -136,6 +136,8 @@ def _consume(columns, job, ring, step, warpgroup, buffers, operands, *grads):
             return Factor(b.at[mine], 0), Factor(a, 0)
 
     sums = ring.multiply(step, steps, factors, buffers, columns=columns)
+    if columns == ACC_ROWS:  # a single part takes the buffer of the job before
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def write(grad):
         for part in range(columns // ACC_ROWS):

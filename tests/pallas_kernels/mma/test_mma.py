@@ -16,12 +16,16 @@ from tests.devices import abstract_gpu
 from tests.equations import kernel_calls
 from tests.launches import launches
 from tests.pallas_kernels.eight_bits import scaled
+from tests.pallas_kernels.hopper.decode import test_few_tokens as few
+from tests.pallas_kernels.hopper.decode import test_interpreted as decode
+from tests.pallas_kernels.hopper.dense import test_dense_block as prompt
 from tests.pallas_kernels.hopper.dense import test_dense_rows as rows
 from tests.pallas_kernels.hopper.twell import test_gate_pack as pack
 from tests.pallas_kernels.hopper.unions import test_gate_union as gate
 from tests.pallas_kernels.hopper.unions import test_hidden_grads as hidden
 from tests.pallas_kernels.hopper.unions import test_union_ffn as ffn
 from tests.pallas_kernels.hopper.unions import test_weight_grads as weights
+from tests.poisoned import on_poisoned_memory
 from twell_jax import sparse_ffn
 from twell_jax.ffn import dispatch, mosaic
 
@@ -85,31 +89,56 @@ def test_dense_rows_interpreted(case, interpreted):
     rows.assert_matches(out, *operands)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("m", "gated"), [(3, True), (19, False)])
+def test_few_tokens_interpreted(m, gated, interpreted):
+    decode.assert_block(MMA.few_tokens_ffn, interpreted, m, 192, 128, gated)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", prompt.CASES[:2])
+def test_prompts_interpreted(case, gated, interpreted):
+    operands = prompt.draw(*case, gated=gated)
+    with interpreted():
+        prompt.assert_matches(MMA.dense_block(*operands), *operands)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 28672)])
 def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
-    """Of both passes, by unions with their gates in 8 bits or not, and by TwELL."""
-    x, w = (jax.ShapeDtypeStruct((n, d), jnp.bfloat16) for n in (4096, h))
+    """Of both passes, by unions with their gates in 8 bits or not, and of the other algorithms."""
+    w = jax.ShapeDtypeStruct((h, d), jnp.bfloat16)
     block = Weights(w if gated else None, w, w)
     calls = [
-        gradients(mosaic.sparse_gradients(MMA, RELU, 1.0, None, in_8_bits))
+        (4096, "hidden_grads", gradients(mosaic.sparse_gradients(MMA, RELU, 1.0, None, in_8_bits)))
         for in_8_bits in (False, True)
     ]
-    calls.append(gradients(mosaic.dense_gradients(MMA, RELU, "twell", None), passes=1))
-    for call in calls:
+    for tokens, kernel, algorithm in (
+        (4096, "fused_ffn", "twell"),
+        (1, "token_ffn", "few_tokens"),
+        (17, "token_ffn", "few_tokens"),
+        (64, "token_ffn", "few_tokens"),
+        (65, "dense_block_up", "dense_block"),
+        (1023, "dense_block_down", "dense_block"),
+    ):
+        forward = mosaic.dense_gradients(MMA, RELU, algorithm, None)
+        calls.append(
+            (tokens, kernel, lambda x, weights, forward=forward: forward(x, weights, None))
+        )
+    for tokens, kernel, call in calls:
+        x = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16)
         with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000", (1,), ("x",))):
             text = jax.jit(call).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
         assert "mma.sync" in text and "wgmma" not in text
         found = launches(text)
-        assert {"union_up", "hidden_grads"} <= found.keys() or call is calls[-1]
+        assert kernel in found
         assert max(launch.smem for launch in found.values()) <= SHARED_BYTES
 
 
-def gradients(block, passes=2):
+def gradients(block):
     def call(x, weights):
-        if passes == 1:
-            return block(x, weights, None)
         y, vjp, _ = jax.vjp(lambda x, w: block(x, w, None), x, weights, has_aux=True)
         return vjp(y)
 
@@ -197,6 +226,27 @@ def test_dense_rows_on_the_gpu(case, gated, dtype):
 def test_dense_rows_in_8_bits_on_the_gpu(case, names):
     operands = rows.draw_8_bits(*case, names)
     rows.assert_matches(rows.run(MMA, *operands), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", few.ON_THE_GPU)
+def test_few_tokens_on_the_gpu(case):
+    *shape, gated = case
+    operands = few.draw_block(*shape, gated)
+
+    def run(x, *block):
+        return MMA.few_tokens_ffn(x, Weights(*block))
+
+    few.assert_matches(on_poisoned_memory(run, *operands), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", [*prompt.CASES, *prompt.LARGE])
+def test_prompts_on_the_gpu(case, gated, dtype):
+    operands = prompt.draw(*case, gated=gated, dtype=dtype)
+    prompt.assert_matches(jax.jit(MMA.dense_block)(*operands), *operands)
 
 
 @pytest.mark.gpu

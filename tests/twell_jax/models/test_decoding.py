@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests import seeds
+from tests.back_ends import BACK_ENDS
 from tests.devices import H100
 from tests.equations import kernel_calls
 from tests.errors import relative_error
@@ -72,6 +73,10 @@ IN_8_BITS = [  # a value of `quantise`, and the case
     pytest.param("fp8", "sparse", marks=pytest.mark.slow),
 ]
 
+by_each_that_decodes = pytest.mark.parametrize(
+    "back_end", [param for param in BACK_ENDS if param.values[0].decodes], indirect=True
+)
+
 
 def with_settings(model, quantise=(), **changes):
     """The model with other settings; parameters get the `param_dtype` that is among them, and
@@ -107,6 +112,7 @@ def decoded(model, tokens, cache):
 
 
 # Caches that get full, and those with room for so many tokens that attention shares a launch.
+@by_each_that_decodes
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("batch", "capacity"),
@@ -138,6 +144,7 @@ def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, capacity):
 GPU = [pytest.param(batch, marks=pytest.mark.gpu) for batch in (1, 8, 21)]
 
 
+@by_each_that_decodes
 @pytest.mark.parametrize("batch", [3, *GPU])
 @pytest.mark.parametrize(
     "case",
@@ -157,6 +164,7 @@ def test_one_launch_is_as_exact_as_xla(back_end, case, batch):
     assert errors["mosaic"] < 1.5 * errors["xla"] < bound
 
 
+@by_each_that_decodes
 @pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("quantise", "case"), IN_8_BITS)
 def test_as_exact_as_xla_with_8_bit_weights(back_end, quantise, case, batch):

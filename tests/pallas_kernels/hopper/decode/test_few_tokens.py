@@ -129,36 +129,42 @@ def run(*operands):
     return on_poisoned_memory(hopper, *operands)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("m", "d", "h", "active", "dtype", "gated"),
-    [
-        (1, 128, 128, 0.05, jnp.bfloat16, True),
-        (7, 192, 384, 0.05, jnp.float16, True),
-        (1, 2048, 5632, 0.005, jnp.bfloat16, True),
-        (8, 768, 5632, 0.005, jnp.float16, False),
-        (9, 128, 65536, 0.005, jnp.bfloat16, True),
-        (33, 1024, 5632, 0.1, jnp.bfloat16, False),
-        (64, 2048, 5632, 0.005, jnp.bfloat16, True),
-        (3, 8192, 5632, 0.005, jnp.float16, True),
-        (8, 3072, 8192, 0.005, jnp.bfloat16, True),
-        (16, 5120, 1408, 0.1, jnp.float16, False),
-        (1, 6272, 5632, 0.005, jnp.bfloat16, True),
-        (17, 4096, 384, 1.0, jnp.bfloat16, True),
-        (17, 4096, 384, 1.0, jnp.float16, False),
-        (1, 2048, 5632, 1.0, jnp.bfloat16, True),
-        (64, 128, 65536, 1.0, jnp.bfloat16, True),
-        (64, 8192, 640, 1.0, jnp.bfloat16, True),
-        (1, 2048, 5632, 0.4, jnp.bfloat16, True),  # the blocks of some tiles agree, of others not
-        (2, 2048, 5632, 0.3, jnp.float16, True),
-        (33, 1024, 640, 0.12, jnp.bfloat16, True),
-    ],
-)
-def test_matches_dense(m, d, h, active, dtype, gated):
+def draw_block(m, d, h, active, dtype, gated):
+    """x and the weights; if all neurons are to be active, every one is."""
     x, w_gate, w_up, w_down = draw(m, d, h, active, dtype)
     if active == 1.0:
-        w_gate[:, -1] = 60  # every neuron is active
-    operands = (x, w_gate, w_up, w_down) if gated else (x, None, w_gate, w_down)
+        w_gate[:, -1] = 60
+    return (x, w_gate, w_up, w_down) if gated else (x, None, w_gate, w_down)
+
+
+ON_THE_GPU = [  # M, D, H, the share of active neurons, dtype, gated
+    (1, 128, 128, 0.05, jnp.bfloat16, True),
+    (7, 192, 384, 0.05, jnp.float16, True),
+    (1, 2048, 5632, 0.005, jnp.bfloat16, True),
+    (8, 768, 5632, 0.005, jnp.float16, False),
+    (9, 128, 65536, 0.005, jnp.bfloat16, True),
+    (33, 1024, 5632, 0.1, jnp.bfloat16, False),
+    (64, 2048, 5632, 0.005, jnp.bfloat16, True),
+    (3, 8192, 5632, 0.005, jnp.float16, True),
+    (8, 3072, 8192, 0.005, jnp.bfloat16, True),
+    (16, 5120, 1408, 0.1, jnp.float16, False),
+    (1, 6272, 5632, 0.005, jnp.bfloat16, True),
+    (17, 4096, 384, 1.0, jnp.bfloat16, True),
+    (17, 4096, 384, 1.0, jnp.float16, False),
+    (1, 2048, 5632, 1.0, jnp.bfloat16, True),
+    (64, 128, 65536, 1.0, jnp.bfloat16, True),
+    (64, 8192, 640, 1.0, jnp.bfloat16, True),
+    (1, 2048, 5632, 0.4, jnp.bfloat16, True),  # the blocks of some tiles agree, of others not
+    (2, 2048, 5632, 0.3, jnp.float16, True),
+    (33, 1024, 640, 0.12, jnp.bfloat16, True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_THE_GPU)
+def test_matches_dense(case):
+    *shape, gated = case
+    operands = draw_block(*shape, gated)
     assert_matches(run(*operands), *operands)
 
 

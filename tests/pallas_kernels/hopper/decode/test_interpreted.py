@@ -225,15 +225,20 @@ def test_rows(interpreted, m, batch, h, gated):
     assert_consistent(out, after[1])
 
 
-@pytest.mark.slow
-def test_a_block_of_few_tokens(interpreted):
-    x, *weights = blocks.draw(3, 128, 128, 0.1, jnp.bfloat16)
+def assert_block(few_tokens_ffn, interpreted, m, d, h, gated):
+    x, *weights = blocks.draw(m, d, h, 0.1, jnp.bfloat16)
+    block = Weights(*weights) if gated else Weights(None, *weights[1:])
     with interpreted(sms=9, detect_races=False):  # it knows nothing of blocks that wait
-        y, _, l1, fired = few_tokens_ffn(x, Weights(*weights))  # nothing counts, as atomics lack
-    expected, expected_l1 = blocks.dense(x, *weights)
+        y, _, l1, fired = few_tokens_ffn(x, block)  # nothing counts, as atomics lack
+    expected, expected_l1 = blocks.dense(x, block.gate, block.up, block.down)
     assert relative_error(y, expected) < 2 * ROUNDING
     assert relative_error(l1, expected_l1) < ROUNDING
-    gate = wide(x) @ wide(weights[0]).T
+    gate = wide(x) @ wide(block.activated).T
     assert np.all((gate > 1e-5).any(axis=0) <= fired) and np.all(
         fired <= (gate > -1e-5).any(axis=0)
     )
+
+
+@pytest.mark.slow
+def test_a_block_of_few_tokens(interpreted):
+    assert_block(few_tokens_ffn, interpreted, 3, 128, 128, gated=True)

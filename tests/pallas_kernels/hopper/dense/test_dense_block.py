@@ -20,6 +20,15 @@ either_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "pla
 
 
 CASES = [(1, 128, 128), (130, 192, 384), (257, 320, 640)]
+LARGE = [
+    (65, 8192, 128),
+    (127, 512, 1408),
+    (128, 128, 65536),
+    (256, 1024, 2816),
+    (512, 2048, 5632),
+    (1023, 2048, 5632),
+    (640, 4096, 11008),
+]
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16):
@@ -137,19 +146,7 @@ def test_bad_weights_are_named(change, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(
-    ("m", "d", "h"),
-    [
-        *CASES,
-        (65, 8192, 128),
-        (127, 512, 1408),
-        (128, 128, 65536),
-        (256, 1024, 2816),
-        (512, 2048, 5632),
-        (1023, 2048, 5632),
-        (640, 4096, 11008),
-    ],
-)
+@pytest.mark.parametrize(("m", "d", "h"), [*CASES, *LARGE])
 @either_form
 def test_on_the_gpu(m, d, h, gated, dtype):
     x, weights = draw(m, d, h, gated=gated, dtype=dtype)
