@@ -49,6 +49,7 @@ LIMITS = {  # by architecture and the name of a kernel; others have the default
         "token_ffn": Limits(registers=232),
     },
     "120a": {
+        "hidden_grads": Limits(spilled=72),
         "hidden_kernel": Limits(spilled=136),
         "fused_ffn": Limits(spilled=208),
         "token_ffn": Limits(registers=208),

@@ -43,10 +43,9 @@ class Engine(abc.ABC):
 
     Attributes:
       ring_bytes: shared memory for the ring of `matmul`, and what its epilogue needs.
-      k_bytes: of the contracted axis in a stage of this ring.
+      k_bytes: of the contracted axis in a stage of this ring and of that of `gathered_matmul`.
       staggered: whether consumers of `matmul` take turns at a stage.
       stages: of the ring of `gathered_matmul`.
-      tokens: columns of an accumulator there, at most.
       slots: of 128 rows and columns in the pipeline of `dense_rows`.
       slot_k: elements of the contracted axis in one of them.
       sm_bytes: shared memory of an SM, of which the thread blocks of `token_ring` have shares.
@@ -56,10 +55,19 @@ class Engine(abc.ABC):
     k_bytes: int
     staggered: bool
     stages: int
-    tokens: int
     slots: int
     slot_k: int
     sm_bytes: int
+
+    def stage_k(self, dtype: jax.typing.DTypeLike) -> int:
+        """Elements of the contracted axis in a stage of these rings."""
+        return self.k_bytes // jnp.dtype(dtype).itemsize
+
+    @property
+    def part(self) -> int:
+        """Columns of an accumulator that an epilogue of `gathered_matmul` stores at once: those of
+        16 bits in a stage."""
+        return self.stage_k(jnp.bfloat16)
 
     @abc.abstractmethod
     def sum_products(
@@ -184,7 +192,6 @@ WGMMA = _WGMMA(
     k_bytes=128,
     staggered=True,
     stages=4,
-    tokens=256,
     slots=4,
     slot_k=64,
     sm_bytes=228 << 10,
@@ -193,8 +200,7 @@ MMA = _MMA(
     ring_bytes=98 << 10,
     k_bytes=64,
     staggered=False,
-    stages=2,
-    tokens=128,
+    stages=3,
     slots=2,
     slot_k=32,
     sm_bytes=100 << 10,

@@ -97,9 +97,8 @@ def matmul(
     size = bs[0].shape[1 - k_axis]
     cost = versions.cost(2 * k * len(a) * len(bs) * size, (a, *bs, *jax.tree.leaves(out_type)))
     multiplier = engine.current()
-    step = multiplier.k_bytes // a.dtype.itemsize
+    step = multiplier.stage_k(a.dtype)
     b_shape = (len(bs) * columns, step) if k_axis == 1 else (step, columns)
-    b_tile = step if k_axis == 1 else None
     scratch = jax.tree.leaves(scratch_types, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     room = multiplier.ring_bytes - sum(math.prod(s.shape) * s.dtype.itemsize for s in scratch)
     most = room // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
@@ -123,7 +122,7 @@ def matmul(
         scratch_types=dict(
             ring=dict(
                 a=plgpu.SMEM((stages, BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype, step)),
-                b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype, b_tile)),
+                b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype, b_shape[1])),
                 loaded=plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=stages),
                 handed=plgpu.Barrier(num_barriers=stages),
                 free=plgpu.Barrier(

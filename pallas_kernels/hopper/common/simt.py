@@ -134,16 +134,17 @@ def load_word(address: ir.Value, offset: int, active: ir.Value) -> ir.Value:
     )
 
 
-def load_chunk(address: ir.Value, offset: int, active: ir.Value) -> list[ir.Value]:
-    """Loads 16 bytes of GMEM at `address + offset` in four words; zeros, without an access, if not
-    `active`. Unlike `load_words`, it stays behind what the kernel has waited for."""
+def load_chunk(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> list[ir.Value]:
+    """Loads `n` (2 or 4) words of GMEM at `address + offset` (bytes); zeros, without an access, if
+    not `active`. Unlike `load_words`, it stays behind what the kernel has waited for."""
+    results = [f"${i}" for i in range(n)]
+    zero = " ".join(f"mov.b32 {result}, 0;" for result in results)
     return list(
         mgpu.utils.inline_ptx(
-            "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-            f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            f"{zero} @${n + 1} ld.global.v{n}.b32 {{{', '.join(results)}}}, [${n} + {offset}];",
             address,
             active,
-            result_types=[ir.IntegerType.get_signless(32)] * 4,
+            result_types=[ir.IntegerType.get_signless(32)] * n,
             has_side_effects=True,
         )
     )

@@ -15,8 +15,9 @@ def stage_k(dtype: jax.typing.DTypeLike) -> int:
 
 
 def tiled(dtype: jax.typing.DTypeLike, columns: int | None = None) -> tuple:
-    """The transforms of operands of WGMMA in SMEM; a tile has so many columns, or 128 bytes."""
-    columns = stage_k(dtype) if columns is None else columns
+    """The transforms of operands in SMEM with so many columns, of which a tile has 128 bytes, or
+    all if there are fewer."""
+    columns = stage_k(dtype) if columns is None else min(columns, stage_k(dtype))
     swizzle = columns * jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 

@@ -42,7 +42,7 @@ def multiply(acc: jax.Array, a_ref, b_ref, *, a_by_k: bool, b_by_k: bool) -> jax
       b_ref: SMEM `[N, K]` if `b_by_k`, else `[K, N]`. Both have transforms `tiled`, with tiles of
         128 bytes, or of as many as a row has.
     """
-    types = [plgpu.RefType(tiled(r.dtype, _tile_columns(r))) for r in (a_ref, b_ref)]
+    types = [plgpu.RefType(tiled(r.dtype, r.shape[1])) for r in (a_ref, b_ref)]
     columns, dtype = acc.shape[1], jnp.dtype(a_ref.dtype)
     k = a_ref.shape[1 if a_by_k else 0]
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
@@ -104,7 +104,7 @@ def in_wgmma_layout(acc: jax.Array, scratch: Callable[[], Any] | None) -> jax.Ar
 @primitive
 def _exchanged(acc: jax.Array, scratch_ref) -> jax.Array:
     """`in_wgmma_layout` of quarters: two warps with the same 32 rows exchange 16 of them."""
-    scratch_type = plgpu.RefType(tiled(scratch_ref.dtype, _tile_columns(scratch_ref)))
+    scratch_type = plgpu.RefType(tiled(scratch_ref.dtype, scratch_ref.shape[1]))
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
     room = scratch_ref.size * jnp.dtype(scratch_ref.dtype).itemsize // (_CHUNK * _LANES)
 
@@ -253,8 +253,3 @@ def _array(numbers: list[ir.Value], like: mgpu.FragmentedArray) -> mgpu.Fragment
 def _like(array: mgpu.FragmentedArray, registers: list[ir.Value]) -> mgpu.FragmentedArray:
     shaped = np.array(registers, dtype=object).reshape(array.registers.shape)
     return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
-
-
-def _tile_columns(ref) -> int:
-    """Columns of a tile of an SMEM reference: 128 bytes, or all if there are fewer."""
-    return min(ref.shape[1], 128 // jnp.dtype(ref.dtype).itemsize)

@@ -4,13 +4,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import engine
-from pallas_kernels.hopper.common.tiles import CONSUMERS, STAGE_K, tiled
+from pallas_kernels.hopper.common.tiles import CONSUMERS, tiled
 
 
 def operand(block, index_map, dtype=jnp.bfloat16):
     """An operand of `accumulate`, of which a stage holds `block`."""
-    columns = min(block[1], STAGE_K)
-    return plgpu.BlockSpec(block, index_map, transforms=tiled(dtype, columns), delay_release=1)
+    return plgpu.BlockSpec(block, index_map, transforms=tiled(dtype, block[1]), delay_release=1)
 
 
 def accumulate(factors, finish, columns, stages, slots, in_specs, scratch):

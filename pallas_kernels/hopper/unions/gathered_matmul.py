@@ -1,8 +1,7 @@
 """Matmuls with gathered rows on Hopper: the frame of `union_*`, `hidden_grads`, `weight_grads`.
 
 A producer warpgroup fills a `Ring` of shared-memory stages; two consumer warpgroups multiply them,
-each into an accumulator of its own, 64 x 256 if the `engine` allows. An SM takes its jobs from a
-`JobQueue`.
+each into an accumulator of its own, up to 64 x 256. An SM takes its jobs from a `JobQueue`.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common import engine
 from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.support import sm_count
-from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, tiled
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, tiled
 from pallas_kernels.hopper.unions import pipeline
 from pallas_kernels.hopper.unions.pipeline import JobQueue, Ring
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
@@ -28,9 +27,8 @@ _FEW_TILES = 4  # row tiles that leave most SMs without a job of 256 tokens
 
 
 def job_tokens(tiles: int) -> int:
-    """Tokens of a row tile in one job: as many as the engine can; where jobs would be few, half."""
-    most = engine.current().tokens
-    return min(most, TILE_TOKENS // 2) if tiles <= _FEW_TILES else most
+    """Tokens of a row tile in one job: all, or where jobs would be few, half."""
+    return TILE_TOKENS // 2 if tiles <= _FEW_TILES else TILE_TOKENS
 
 
 def gathered_matmul(
@@ -47,6 +45,7 @@ def gathered_matmul(
     dtype: jax.typing.DTypeLike,
     stage_dtype: jax.typing.DTypeLike | None = None,
     out_type,
+    transposed: bool = False,
     name: str,
 ):
     """Runs jobs on all SMs; in each job, each consumer computes one product.
@@ -59,24 +58,30 @@ def gathered_matmul(
       produce: the producer calls it as `produce(job, ring, step, operands)`, with the next step of
         the ring. Returns the step after the last one that it filled.
       consume: both consumers call it as
-        `consume(job, ring, step, warpgroup, buffers, operands, *outputs)`; `buffers` are for
-        `write`. Returns the same step as `produce`.
+        `consume(job, ring, step, warpgroup, buffers, operands, *outputs)`; `buffers` are its
+        `Buffers`. Returns the same step as `produce`.
       a_shape, b_shape: shapes of a stage's arrays in SMEM, with transforms `tiled`;
-        `Ring.put_lists` needs a of 64 rows.
+        `Ring.put_lists` needs a of as many rows as `Engine.part`.
       b_copies: number of TMA copies that fill b in a stage.
       dtype: that of the results, 16-bit.
       stage_dtype: that of the stages; None for that of the results. If it differs, a stage's a may
-        also hold as many rows of 64 elements of the results' dtype.
+        also hold as many rows of `Engine.part` elements of the results' dtype.
       out_type: shapes and dtypes of the outputs, which are returned.
+      transposed: whether `Buffers` write transposes of what they are given.
       name: the kernel's name.
     """
     stage_dtype = dtype if stage_dtype is None else stage_dtype
-    stages = engine.current().stages
-    a = plgpu.SMEM((stages, *a_shape), stage_dtype, transforms=tiled(stage_dtype))
-    a_16 = plgpu.SMEM((stages, a_shape[0], STAGE_K), dtype, transforms=TILED)
+    stages, part = engine.current().stages, engine.current().part
+
+    def tiles(shape, dtype):
+        return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, shape[-1]))
+
+    a = tiles((stages, *a_shape), stage_dtype)
+    a_16 = tiles((stages, a_shape[0], part), dtype)
     rows = {"a": a} if stage_dtype == dtype else {"views_of_a": plgpu.RefUnion(a, a_16)}
-    if a_shape[0] == STAGE_K:
-        rows["indices"] = plgpu.SMEM((stages // 2 + 1, STAGE_K), jnp.int32)
+    if a_shape[0] == part:
+        rows["indices"] = plgpu.SMEM((stages // 2 + 1, part), jnp.int32)
+    buffer = (part, ACC_ROWS) if transposed else (ACC_ROWS, part)
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -85,24 +90,25 @@ def gathered_matmul(
             describe=describe,
             produce=produce,
             consume=consume,
+            transposed=transposed,
         ),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
                 **rows,
-                b=plgpu.SMEM((stages, *b_shape), stage_dtype, transforms=tiled(stage_dtype)),
+                b=tiles((stages, *b_shape), stage_dtype),
                 loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=stages),
                 free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             ),
             queue=pipeline.queue_types(CONSUMERS),
-            buffers=plgpu.SMEM((CONSUMERS, _BUFFERS, ACC_ROWS, ACC_ROWS), dtype, transforms=TILED),
+            buffers=tiles((CONSUMERS, _BUFFERS, *buffer), dtype),
         ),
         grid=(sm_count(),),
         grid_names=("sm",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=name,
-        # Only `write` stores tiles to SMEM, and it has the barriers that it needs.
+        # Only `Buffers.write` stores tiles to SMEM, and it has the barriers that it needs.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
@@ -115,7 +121,18 @@ def gathered_matmul(
 
 
 def _kernel(
-    taken, operands, *outputs, ring, queue, buffers, job_type, jobs, describe, produce, consume
+    taken,
+    operands,
+    *outputs,
+    ring,
+    queue,
+    buffers,
+    job_type,
+    jobs,
+    describe,
+    produce,
+    consume,
+    transposed,
 ):
     if "views_of_a" in ring:
         ring["a"], ring["a_16"] = ring.pop("views_of_a")
@@ -149,7 +166,7 @@ def _kernel(
 
         def do(state):
             n, words, step = state
-            mine = buffers.at[warpgroup]
+            mine = Buffers(buffers.at[warpgroup], transposed)
             step = consume(job_type(*words), ring, step, warpgroup, mine, operands, *outputs)
             return n + 1, queue.take(n + 1), step
 
@@ -160,20 +177,37 @@ def _kernel(
     lax.cond(warpgroup == CONSUMERS, be_producer, be_consumer)
 
 
-def write(arrays, buffers, part: int, targets, *, transposed: bool = False) -> list[jax.Ref]:
-    """Starts to copy one or two arrays `[64, 64]`, or their transposes, to GMEM.
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The buffers through which a consumer writes its results to GMEM.
 
-    A consumer writes as many in each part of its product. A single array takes the two buffers in
-    turn, so that the copy of the part before may still read the other one.
-
-    Returns:
-      The buffers, which hold them until the next part is written.
+    Attributes:
+      ref: SMEM `[2, 64, part]`, or `[2, part, 64]` if `transposed`.
+      transposed: whether transposes of arrays are written.
     """
-    plgpu.wait_smem_to_gmem(_BUFFERS - len(arrays), wait_read_only=True)
-    used = [buffers.at[(part + k) % _BUFFERS] for k in range(len(arrays))]
-    for array, buffer in zip(arrays, used, strict=True):
-        (buffer.T if transposed else buffer)[...] = array
-    plgpu.commit_smem()
-    for buffer, target in zip(used, targets, strict=True):
-        plgpu.copy_smem_to_gmem(buffer, target)
-    return used
+
+    ref: jax.Ref
+    transposed: bool
+
+    def write(self, arrays, part: int, targets) -> list[jax.Ref]:
+        """Starts to copy one or two arrays `[64, part]`, or their transposes, to GMEM.
+
+        A consumer writes as many in each part of its product. A single array takes the two buffers
+        in turn, so that the copy of the part before may still read the other one.
+
+        Returns:
+          The buffers, which hold them until the next part is written.
+        """
+        plgpu.wait_smem_to_gmem(_BUFFERS - len(arrays), wait_read_only=True)
+        used = [self.ref.at[(part + k) % _BUFFERS] for k in range(len(arrays))]
+        for array, buffer in zip(arrays, used, strict=True):
+            (buffer.T if self.transposed else buffer)[...] = array
+        plgpu.commit_smem()
+        for buffer, target in zip(used, targets, strict=True):
+            plgpu.copy_smem_to_gmem(buffer, target)
+        return used
+
+    def free(self) -> jax.Ref:
+        """One of them, when all copies have been read."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return self.ref.at[0]

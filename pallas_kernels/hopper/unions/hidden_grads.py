@@ -16,10 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import engine, support
-from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
-from pallas_kernels.hopper.common.warpgroup import end_reads
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS
 from pallas_kernels.hopper.unions import gathered_matmul, list_entries, row_copies
-from pallas_kernels.hopper.unions.union_up import Item, describe_item, item_and_first_token
+from pallas_kernels.hopper.unions.union_up import Item, describe_item
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.rectifiers import RELU, Rectifier
@@ -53,15 +52,10 @@ class _Operands(NamedTuple):
     dy: Any
     w_down: Any
 
-    def blocks_of_a_part(self, rows: int) -> list:
-        """What a part takes stages of, in this order: an array, the first of its rows, and how many
-        a stage has, up to `rows`."""
-        arrays = [self.hidden] if self.extra is None else [self.extra, self.hidden]
-        return [
-            (array, first, min(rows, array.shape[1]))
-            for array in arrays
-            for first in range(0, array.shape[1], rows)
-        ]
+    @property
+    def arrays_of_a_part(self) -> list:
+        """What a part takes stages of, in this order."""
+        return [self.hidden] if self.extra is None else [self.extra, self.hidden]
 
 
 def hidden_grads(
@@ -124,8 +118,7 @@ def hidden_grads(
     if lists is not None:
         zeros = list_entries.zeros(lists, 1 + rows // CHUNK_NEURONS, w_down.dtype)
         entries = [in_place.mutable(a) for a in zeros]
-    tokens = engine.current().tokens
-    shares = TILE_TOKENS // tokens
+    stage_k = engine.current().stage_k(dy.dtype)
     gathered_matmul.gathered_matmul(
         _Operands(
             plan.item_count,
@@ -142,12 +135,12 @@ def hidden_grads(
             w_down,
         ),
         job_type=Item,
-        jobs=lambda operands: shares * operands.item_count[0],
-        describe=functools.partial(describe_item, shares),
-        produce=functools.partial(_produce, tokens),
-        consume=functools.partial(_consume, tokens, rectifier),
-        a_shape=(CONSUMERS * ACC_ROWS, STAGE_K),
-        b_shape=(tokens, STAGE_K),
+        jobs=lambda operands: operands.item_count[0],
+        describe=functools.partial(describe_item, 1),
+        produce=_produce,
+        consume=functools.partial(_consume, rectifier),
+        a_shape=(CONSUMERS * ACC_ROWS, stage_k),
+        b_shape=(TILE_TOKENS, stage_k),
         dtype=w_down.dtype,
         out_type=(),
         name="hidden_grads",
@@ -155,77 +148,66 @@ def hidden_grads(
     return tuple(in_place.contents(entry) for entry in entries)
 
 
-def _produce(tokens, job, ring, step, operands):
-    item, first_token = item_and_first_token(job.job, tokens)
-    chunk = pl.ds(job.first, CHUNK_NEURONS)
-    indices = row_copies.load_indices(operands.neurons.at[job.tile, chunk])
+def _produce(job, ring, step, operands):
+    chunk, width = pl.ds(job.first, CHUNK_NEURONS), engine.current().part
+    lane_rows = row_copies.lane_rows(ring.a.shape[1:], ring.a.dtype)
+    indices = row_copies.load_indices(operands.neurons.at[job.tile, chunk], lane_rows)
 
     def put_part(part, step):
-        for blocks in operands.blocks_of_a_part(tokens):
+        for array in operands.arrays_of_a_part:
 
-            def fill(_, b, loaded, blocks=blocks):
-                array, first, rows = blocks
-                columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
-                block = array.at[item, pl.ds(first, rows), columns]
-                plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, rows)], loaded)
+            def fill(_, b, loaded, array=array):
+                block = array.at[job.job, :, pl.ds(part * width, width)]
+                plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, array.shape[1])], loaded)
 
             ring.put(step, fill)
             step += 1
         return step
 
-    first_row = job.tile * TILE_TOKENS + first_token
+    first_row = job.tile * TILE_TOKENS
     step = ring.put_product(step, operands.dy, first_row, operands.w_down, indices, job.limit)
-    return lax.fori_loop(0, tokens // ACC_ROWS, put_part, step)
+    return lax.fori_loop(0, TILE_TOKENS // width, put_part, step)
 
 
-def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, operands):
+def _consume(rectifier, job, ring, step, warpgroup, buffers, operands):
     hidden, dtype, list_words = operands.hidden, operands.dy.dtype, operands.list_words
     into = hidden if operands.into is None else operands.into
-    item, first_token = item_and_first_token(job.job, tokens)
-    first_word, parts = (job.tile * TILE_TOKENS + first_token) // 32, tokens // ACC_ROWS
+    first_word, width = job.tile * TILE_TOKENS // 32, engine.current().part
+    parts, words_of_a_part = TILE_TOKENS // width, width // 32
     if operands.entries:
         mine = pl.ds(job.first + warpgroup * ACC_ROWS, ACC_ROWS)
         neurons = list_entries.load_neurons(operands.neurons.at[job.tile, mine])
-        # Words of a part are loaded before something long, as the fences of `write` wait for loads.
-        next_words = list_entries.load_words(list_words, neurons, first_word)
+        # Words of a part are loaded before something long, as the fences of writes wait for loads.
+        next_words = list_entries.load_words(list_words, neurons, first_word, words_of_a_part)
     l1 = operands.l1_grad[0]
-    steps = operands.dy.shape[1] // STAGE_K
-    products = ring.multiply_product(step, steps, warpgroup, job.limit, buffers)
+    steps = operands.dy.shape[1] // ring.b.shape[2]
+    products = ring.multiply_product(step, steps, warpgroup, job.limit, buffers.free)
     step += steps
-    blocks = operands.blocks_of_a_part(tokens)
-    taken = len(blocks)  # stages of a part
+    taken = len(operands.arrays_of_a_part)  # stages of a part
+    starts = [first + warpgroup * ACC_ROWS for first in range(0, hidden.shape[1], CHUNK_NEURONS)]
     for part in range(parts):
         first_stage = step + taken * part
-        dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
-        kept = []
-        for stage, (array, _, rows) in enumerate(blocks):
-            _, b = ring.take(first_stage + stage)
-            starts = [start + warpgroup * ACC_ROWS for start in range(0, rows, CHUNK_NEURONS)]
-            read = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
-            if array is operands.extra:
-                dh += read[0]  # before gates and h, as these need registers
-            else:
-                kept += read
-            if stage + 1 < taken:
-                end_reads()
-                ring.release(first_stage + stage)
-        *gate, value = kept
+        dh = products[:, part * width : (part + 1) * width]
+        if operands.extra is not None:  # before gates and h, as these need registers
+            _, b = ring.take(first_stage)
+            dh += b[pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)].astype(jnp.float32)
+        _, b = ring.take(first_stage + taken - 1)
+        *gate, value = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
         grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1)
         grads = [a.astype(dtype) for a in grads]
-        columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
-        targets = [
-            into.at[item, pl.ds(f * CHUNK_NEURONS + warpgroup * ACC_ROWS, ACC_ROWS), columns]
-            for f in range(len(kept))
-        ]
-        written = gathered_matmul.write(grads, buffers, part, targets)
+        columns = pl.ds(part * width, width)
+        targets = [into.at[job.job, pl.ds(start, ACC_ROWS), columns] for start in starts]
+        written = buffers.write(grads, part, targets)
         if operands.entries:
             words = next_words
             if part + 1 < parts:
-                next_word = first_word + (part + 1) * ACC_ROWS // 32
-                next_words = list_entries.load_words(list_words, neurons, next_word)
+                next_word = first_word + (part + 1) * words_of_a_part
+                next_words = list_entries.load_words(
+                    list_words, neurons, next_word, words_of_a_part
+                )
             places = [b.at[pl.ds(starts[-1], ACC_ROWS)], *written]
             arrays = [value.astype(dtype), *grads]
             list_entries.scatter(operands.entries, neurons, words, arrays, places)
-        # After the fence of the writes, as TMA will fill it again.
-        ring.release(first_stage + taken - 1)
+        for stage in range(taken):  # after the fence of the writes, as TMA will fill them again
+            ring.release(first_stage + stage)
     return step + taken * parts

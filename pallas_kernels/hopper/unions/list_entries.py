@@ -21,14 +21,16 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.support import sm_count
-from pallas_kernels.hopper.common.tiles import ACC_ROWS, TILED
+from pallas_kernels.hopper.common.tiles import tiled
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS
 
-_WORDS = 4  # int32 of `NeuronLists.words` that describe 64 tokens in a list
-_ROW_BYTES = 2 * ACC_ROWS  # of a tile in SMEM, whose pieces of 16 bytes are swizzled
 _NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # those of a lane's two rows
-_LIST_WORDS = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
+
+
+def _list_words(count: int):
+    """The layout of what describes `count` times 32 tokens in the lists of a lane's two neurons."""
+    return plgpu.Layout.WG_STRIDED((2 * 2 * count * 128,), vec_size=1)
 
 
 def zeros(lists: NeuronLists, n: int, dtype: jax.typing.DTypeLike) -> list[jax.Array]:
@@ -82,16 +84,17 @@ def _(neurons_ref):
 
 
 @primitive
-def load_words(words_ref, neurons, first_word):
-    """Loads the words that describe 64 tokens in the lists of a lane's two neurons.
+def load_words(words_ref, neurons, first_word, count: int):
+    """Loads the words that describe 32 or 64 tokens in the lists of a lane's two neurons.
 
     Args:
       words_ref: GMEM, int32 `[H / 64, T / 32, 2]`.
       neurons: from `load_neurons`; invalid ones are looked up in the last list.
       first_word: int32 scalar, the index on the axis T / 32 of the first 32 tokens.
+      count: 1 or 2, the tokens over 32.
     """
-    result = plgpu.ShapeDtypeStruct((2 * _WORDS * 128,), jnp.int32, layout=_LIST_WORDS)
-    blocks, words, _ = words_ref.shape
+    layout, (blocks, words, _) = _list_words(count), words_ref.shape
+    result = plgpu.ShapeDtypeStruct((2 * 2 * count * 128,), jnp.int32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NEURONS, SCALAR), return_type=result)
     def step(_, words_ref, neurons, first_word):
@@ -102,16 +105,16 @@ def load_words(words_ref, neurons, first_word):
             block = arith.minui(arith.shrui(neuron, const(6)), const(blocks - 1))
             offset = arith.addi(arith.muli(block, const(8 * words)), first)
             # Not `simt.load_words`, which the compiler may move to where the words are first used.
-            loaded += simt.load_chunk(simt.gmem_address(words_ref, offset), 0, always)
-        return simt.int_array(loaded, _LIST_WORDS)
+            loaded += simt.load_chunk(simt.gmem_address(words_ref, offset), 0, always, 2 * count)
+        return simt.int_array(loaded, layout)
 
     return step(words_ref, neurons, first_word)
 
 
 @load_words.in_jax
-def _(words_ref, neurons, first_word):
+def _(words_ref, neurons, first_word, count):
     groups = neurons.astype(jnp.uint32) // GROUP_NEURONS
-    words = words_ref[:, pl.ds(first_word, 2)]
+    words = words_ref[:, pl.ds(first_word, count)]
     return words[jnp.minimum(groups, len(words) - 1)]
 
 
@@ -122,21 +125,22 @@ def scatter(entries, neurons, list_words, arrays, places) -> None:
     Args:
       entries: one GMEM `[C, 64]` for each array, 16-bit.
       neurons, list_words: from `load_neurons` for the rows, `load_words` for the columns.
-      arrays: `[64, 64]` in the WGMMA layout, 16-bit. An element is not stored if it is zero in all
-        of them, or if its slot is C or more.
-      places: SMEM with transforms `TILED`, where this warpgroup has stored or read each array.
+      arrays: `[64, 32 or 64]` in the WGMMA layout, 16-bit. An element is not stored if it is zero
+        in all of them, or if its slot is C or more.
+      places: SMEM with transforms `tiled`, where this warpgroup has stored or read each array.
     """
     layouts = [plgpu.Layout.WGMMA] * len(arrays)
     targets = [plgpu.RefType()] * len(entries)
-    sources = [plgpu.RefType(TILED)] * len(places)
-    capacity = entries[0].shape[0]
+    (capacity, _), (_, columns) = entries[0].shape, arrays[0].shape
+    sources = [plgpu.RefType(tiled(arrays[0].dtype, columns))] * len(places)
+    list_layout, row_bytes = _list_words(columns // 32), 2 * columns
 
-    @plgpu.inline_mgpu(arg_types=(targets, _NEURONS, _LIST_WORDS, layouts, sources))
+    @plgpu.inline_mgpu(arg_types=(targets, _NEURONS, list_layout, layouts, sources))
     def step(_, entries, neurons, list_words, arrays, places):
         lane, warp = simt.lane_and_warp()
         row = arith.shrui(lane, const(2))  # of the lane's two rows, among the warp's first 8
         column = arith.muli(arith.andi(lane, const(3)), const(2))  # of each 8
-        first = arith.muli(arith.addi(arith.muli(warp, const(16)), row), const(_ROW_BYTES))
+        first = arith.muli(arith.addi(arith.muli(warp, const(16)), row), const(row_bytes))
         first = arith.addi(first, arith.muli(column, const(2)))
         offsets = [
             arith.muli(arith.andi(neuron, const(GROUP_NEURONS - 1)), const(2))
@@ -146,8 +150,10 @@ def scatter(entries, neurons, list_words, arrays, places) -> None:
             _marked(arrays),
             [simt.gmem_address(entry, const(0)) for entry in entries],
             [arith.addi(simt.smem_address(place), first) for place in places],
-            [*_int_values(list_words), *offsets, row, column],
+            _int_values(list_words),
+            [*offsets, row, column],
             capacity,
+            row_bytes,
         )
 
     step(entries, neurons, list_words, arrays, places)
@@ -157,7 +163,7 @@ def scatter(entries, neurons, list_words, arrays, places) -> None:
 def _(entries, neurons, list_words, arrays, places):
     del places
     bits, first_slots = list_words[..., :1], list_words[..., 1:]
-    listed = bits >> jnp.arange(32) & 1  # of 64 neurons, 32 tokens of each of two words
+    listed = bits >> jnp.arange(32) & 1  # of 64 neurons, 32 tokens of each word
     slots = (first_slots + jnp.cumsum(listed, axis=2) - listed).reshape(arrays[0].shape)
     is_stored = functools.reduce(jnp.logical_or, [a != 0 for a in arrays])
     is_stored &= slots < entries[0].shape[0]
@@ -178,7 +184,7 @@ def _marked(arrays):
     """
     i32 = ir.IntegerType.get_signless(32)
     marked = const(0)
-    for j in range(ACC_ROWS // 8):
+    for j in range(arrays[0].shape[1] // 8):
         for r in range(2):
             pairs = [mgpu.utils.bitcast(a.registers.flat[2 * j + r], i32) for a in arrays]
             pair = functools.reduce(arith.ori, pairs)
@@ -189,30 +195,36 @@ def _marked(arrays):
     return marked
 
 
-def _store_marked(marked, targets, sources, values, capacity):
+def _store_marked(marked, targets, sources, list_words, values, capacity, row_bytes):
     """Stores a lane's marked elements to their slots, one after the other.
 
     Args:
       marked: i32, as `_marked` returns it.
       targets: i64, the address of slot 0 in each array's list entries.
       sources: i32, the address in SMEM of the lane's first element of each array.
-      values: i32: for both rows, twice the word that says which of 32 tokens are in the list, and
-        the first one's slot; for both rows, the neuron's offset in a slot, in bytes; the lane's row
-        and column.
+      list_words: i32: for both rows, once or twice, the word that says which of 32 tokens are in
+        the list, and the first one's slot.
+      values: i32: for both rows, the neuron's offset in a slot, in bytes; the lane's row and
+        column.
       capacity: number of slots.
+      row_bytes: of a row in SMEM, 64 or 128, whose pieces of 16 bytes are swizzled.
     """
-    operands = [marked, *values, *targets, *sources]
-    mask, *words, above, below, row, column = (f"${i}" for i in range(1 + len(values)))
-    addresses = [f"${1 + len(values) + i}" for i in range(2 * len(targets))]
+    operands = [marked, *list_words, *values, *targets, *sources]
+    names = [f"${i}" for i in range(len(operands))]
+    mask, words, values = names[0], names[1:][: len(list_words)], names[1 + len(list_words) :]
+    above, below, row, column, *addresses = values
     stores = "".join(
         f"""add.u32 x, {source}, place; ld.shared.b16 value, [x];
             add.u64 address, {target}, entry; @p st.global.b16 [address], value;"""
         for target, source in zip(addresses[: len(targets)], addresses[len(targets) :], strict=True)
     )
+    of_rows = words[: len(words) // 2], words[len(words) // 2 :]
     bits, slots = (
-        f"""selp.b32 {name}, {words[4 + i]}, {words[i]}, low;
-            selp.b32 x, {words[6 + i]}, {words[2 + i]}, low;
-            selp.b32 {name}, x, {name}, right;"""
+        "".join(
+            f"selp.b32 {into}, {of_rows[1][2 * word + i]}, {of_rows[0][2 * word + i]}, low;"
+            for word, into in enumerate((name, "x")[: len(words) // 4])
+        )
+        + (f"selp.b32 {name}, x, {name}, right;" if len(words) == 8 else "")
         for i, name in enumerate(("bits", "slot"))
     )
     code = f"""{{.reg .pred p, low, right; .reg .b32 mask, bit, x, j, e, bits, slot, place;
@@ -229,8 +241,9 @@ def _store_marked(marked, targets, sources, values, capacity):
         setp.lt.u32 p, slot, {capacity};
         selp.b32 x, {below}, {above}, low; cvt.u64.u32 entry, x;
         mad.wide.u32 entry, slot, {2 * GROUP_NEURONS}, entry;
-        xor.b32 place, j, {row}; shl.b32 place, place, 4; mad.lo.u32 place, e, 2, place;
-        @low add.u32 place, place, {8 * _ROW_BYTES};
+        shr.u32 place, {row}, {128 // row_bytes - 1}; xor.b32 place, j, place;
+        shl.b32 place, place, 4; mad.lo.u32 place, e, 2, place;
+        @low add.u32 place, place, {8 * row_bytes};
         {stores}
         bra next; done:}}"""
     mgpu.utils.inline_ptx(code, *operands, has_side_effects=True)

@@ -103,8 +103,8 @@ class Ring:
       b: SMEM, each stage's array that TMA fills.
       loaded: barriers at which a consumer waits for a stage.
       free: barriers at which the producer waits until both consumers have given a stage back.
-      indices: SMEM, int32 `[lag + 1, 64]`, the row indices for the next stages; None if all stages
-        of a job gather the same rows.
+      indices: SMEM, int32 `[lag + 1, part]`, the row indices for the next stages; None if all
+        stages of a job gather the same rows.
       first: step of the job's first stage.
       a_16: a again, as 16-bit arrays, if the products are of 8-bit floats; a stage is read as it
         was filled.
@@ -147,15 +147,18 @@ class Ring:
     def put_lists(self, step: jax.Array, steps: jax.Array, source, fill: Callable[..., None]):
         """Fills `steps` stages, the k-th by `fill(k, indices, a, b, loaded)`.
 
-        `indices`, for `row_copies.gather_rows`, come from `source(k)` (GMEM, int32 `[64]`), which
+        `indices`, for `row_copies.gather_rows`, come from `source(k)` (GMEM, int32 `[part]`), which
         is also called for some k past the end. They are copied as the rows are, and early enough
         that no stage waits for them.
 
         Returns:
           The next step.
         """
-        assert self.indices is not None  # a stage has 64 rows of `a`
-        ahead = self.indices.shape[0]
+        assert self.indices is not None  # a stage has as many rows of `a`
+        ahead, lane_rows = (
+            self.indices.shape[0],
+            row_copies.lane_rows(self.a.shape[1:], self.a.dtype),
+        )
         for k in range(ahead):
             row_copies.fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
         row_copies.await_rows(lag=0)
@@ -164,7 +167,7 @@ class Ring:
         def _(k):
             def fill_stage(a, b, loaded):
                 buffer = self.indices.at[lax.rem(k, jnp.int32(ahead))]
-                fill(k, row_copies.read_indices(buffer), a, b, loaded)
+                fill(k, row_copies.read_indices(buffer, lane_rows), a, b, loaded)
                 row_copies.fetch_indices(source(k + ahead), buffer, k + ahead < steps)
 
             self.put(step + k, fill_stage)
@@ -236,7 +239,7 @@ class Ring:
         step: jax.Array,
         steps: jax.Array,
         factors: Callable[..., tuple[Factor, Factor]],
-        buffers: jax.Ref,
+        scratch: Callable[[], jax.Ref],
         *,
         columns: int,
         is_needed: jax.Array | bool = True,
@@ -247,7 +250,7 @@ class Ring:
           step: the step of the first stage.
           steps: their number.
           factors: what to multiply of a stage.
-          buffers: the consumer's, which may be overwritten.
+          scratch: what the consumer may overwrite, as of `Engine.sum_products`.
           columns: of the result.
           is_needed: whether it is.
 
@@ -256,10 +259,6 @@ class Ring:
           back as they come.
         """
         used = jnp.where(is_needed, steps, 0)
-
-        def scratch(_):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return buffers.at[0]
 
         @pl.loop(used, steps)
         def _(k):
@@ -271,10 +270,10 @@ class Ring:
             used,
             lambda k: factors(*self.take(step + k)),
             lambda k, predicate: self.release(step + k, predicate=predicate),
-            scratch,
+            lambda _: scratch(),
         )
 
-    def multiply_product(self, step, steps, warpgroup, limit, buffers):
+    def multiply_product(self, step, steps, warpgroup, limit, scratch):
         """This consumer's 64 rows of the product from `put_product`, float32 `[64, tokens]`.
 
         They are 0, and not computed, if none of them is below `limit`.
@@ -284,7 +283,7 @@ class Ring:
             step,
             steps,
             lambda a, b: (Factor(a.at[mine], 1), Factor(b, 1)),
-            buffers,
+            scratch,
             columns=self.b.shape[1],
             is_needed=limit > warpgroup * ACC_ROWS,
         )

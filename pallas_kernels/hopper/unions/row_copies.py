@@ -2,7 +2,8 @@
 
 TMA cannot gather rows on Hopper, so a warpgroup copies them by `cp.async`: `gather_rows` starts the
 copies, `await_rows` waits for them. The row indices are loaded from GMEM directly (`load_indices`),
-or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`read_indices`).
+or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`read_indices`). A lane
+copies pieces of 8 rows, or of 4 where a stage has few (`lane_rows`), and has their indices.
 """
 
 import jax
@@ -22,40 +23,49 @@ from pallas_kernels.hopper.common.tiles import tiled
 
 _LANES = 128
 _CHUNK = 16  # bytes that a lane copies at a time
-_TILE_CHUNKS = 8  # chunks in a row of a tile of `tiled`
-_LANE_ROWS = 8  # rows of a stage that a lane copies from: those of one tile
-_INDICES = plgpu.Layout.WG_STRIDED((_LANE_ROWS * _LANES,), vec_size=1)
+_TILE_ROWS = 8  # of a tile of `tiled`, the most that a lane copies pieces of
+
+
+def lane_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
+    """The rows of a stage of this shape and dtype that a lane copies pieces of."""
+    rows, columns = shape
+    chunks = columns * jnp.dtype(dtype).itemsize // _CHUNK
+    return min(rows * chunks // _LANES, _TILE_ROWS)
+
+
+def _layout(rows: int):
+    return plgpu.Layout.WG_STRIDED((rows * _LANES,), vec_size=1)
 
 
 @primitive
-def load_indices(indices_ref) -> jax.Array:
-    """Loads the row indices `indices_ref` (GMEM, int32 `[128]`) for `gather_rows`.
-
-    Each lane holds the indices of the 8 rows that it copies pieces of.
-    """
-    result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
+def load_indices(indices_ref, rows: int) -> jax.Array:
+    """Loads the row indices `indices_ref` (GMEM, int32 `[128]`) for `gather_rows`; `rows` of a
+    lane."""
+    result = plgpu.ShapeDtypeStruct((rows * _LANES,), jnp.int32, layout=_layout(rows))
+    (count,) = indices_ref.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, indices_ref):
-        group, _ = _group_and_chunk(_TILE_CHUNKS)
-        address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
+        group, _ = _group_and_chunk(rows, count)
+        address = simt.gmem_address(indices_ref, arith.muli(group, const(4 * rows)))
         # Neither .nc nor pure: the load must start here, not later, where an index is first used,
         # nor earlier, before the last fence, which would wait for it.
-        return _indices("ld.global", address)
+        return _indices("ld.global", address, rows)
 
     return step(indices_ref)
 
 
 @load_indices.in_jax
-def _(indices_ref):
+def _(indices_ref, rows):
+    del rows
     return indices_ref[...]
 
 
-def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
+def _indices(load: str, address: ir.Value, rows: int) -> mgpu.FragmentedArray:
     i32 = ir.IntegerType.get_signless(32)
     words = [
         word
-        for offset in (0, 16)
+        for offset in range(0, 4 * rows, 16)
         for word in mgpu.utils.inline_ptx(
             f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
             address,
@@ -63,23 +73,25 @@ def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
             has_side_effects=True,
         )
     ]
-    return simt.int_array(words, _INDICES)
+    return simt.int_array(words, _layout(rows))
 
 
 @primitive
 def fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
-    """Starts to copy 64 indices from GMEM to SMEM if `active`; each warp copies its own rows'."""
+    """Starts to copy 32 or 64 indices from GMEM to SMEM if `active`; each warp copies its own
+    rows'."""
+    chunks = indices_ref.shape[0] // _CHUNK  # of a warp's indices
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def step(_, indices_ref, target_ref, active):
         lane, warp = simt.lane_and_warp()
-        offset = arith.addi(arith.muli(warp, const(64)), arith.muli(lane, const(16)))
+        offset = arith.muli(arith.addi(arith.muli(warp, const(chunks)), lane), const(_CHUNK))
         _warp_barrier()  # until all lanes have read what was there
         mgpu.utils.inline_ptx(
             "cp.async.cg.shared.global [$0], [$1], 16;",
             arith.addi(simt.smem_address(target_ref), offset),
             simt.gmem_address(indices_ref, offset),
-            predicate=arith.andi(active.registers.item(), simt.less(lane, const(4))),
+            predicate=arith.andi(active.registers.item(), simt.less(lane, const(chunks))),
         )
 
     step(indices_ref, target_ref, active)
@@ -93,22 +105,25 @@ def _(indices_ref, target_ref, active):
 
 
 @primitive
-def read_indices(indices_ref) -> jax.Array:
-    """Loads for `gather_rows` the 64 indices that `fetch_indices` has copied to SMEM."""
-    result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
+def read_indices(indices_ref, rows: int) -> jax.Array:
+    """Loads for `gather_rows` the indices that `fetch_indices` has copied to SMEM; `rows` of a
+    lane."""
+    result = plgpu.ShapeDtypeStruct((rows * _LANES,), jnp.int32, layout=_layout(rows))
+    (count,) = indices_ref.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, indices_ref):
-        group, _ = _group_and_chunk(2 * _TILE_CHUNKS)
-        address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(32)))
+        group, _ = _group_and_chunk(rows, count)
+        address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(4 * rows)))
         _warp_barrier()  # other lanes' copies have to be visible
-        return _indices("ld.shared", address)
+        return _indices("ld.shared", address, rows)
 
     return step(indices_ref)
 
 
 @read_indices.in_jax
-def _(indices_ref):
+def _(indices_ref, rows):
+    del rows
     return indices_ref[...]
 
 
@@ -128,41 +143,53 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
       indices: from `load_indices` or `read_indices`; anything from limit on.
       limit: int32 scalar.
       column: int32 scalar, the first of 16 bytes.
-      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]` of 16-bit or `[128, 128]` of 8-bit
-        elements, with transforms `tiled`.
+      target_ref: SMEM of 8 KB or more, 32, 64 or 128 rows of a power of two of bytes, 64 or more,
+        with transforms `tiled`.
     """
     size = jnp.dtype(source_ref.dtype).itemsize
-    chunks = target_ref.shape[1] * size // _CHUNK
-    width = min(chunks, 2 * _TILE_CHUNKS)  # chunks of a row that the warpgroup copies in one pass
+    count, columns = target_ref.shape
+    row_bytes = min(columns * size, 128)  # of a tile
+    tile_chunks, chunks = row_bytes // _CHUNK, columns * size // _CHUNK
+    rows = lane_rows(target_ref.shape, target_ref.dtype)
+    width = _LANES * rows // count  # chunks of a row that the warpgroup copies in one pass
+    swizzle = {128: 0, 64: 1}[row_bytes]  # of a row's number, this bit and those above it
     d = source_ref.shape[1]
-    target_type = plgpu.RefType(tiled(target_ref.dtype))
+    target_type = plgpu.RefType(tiled(target_ref.dtype, columns))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, target_type))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _layout(rows), SCALAR, SCALAR, target_type))
     def step(_, source_ref, indices, limit, column, target_ref):
-        group, first_chunk = _group_and_chunk(width)
+        group, first_chunk = _group_and_chunk(rows, count)
+        first_row = arith.muli(group, const(rows))
+        row_in_tile = arith.remui(first_row, const(_TILE_ROWS))
         for part in range(0, chunks, width):
             chunk = arith.addi(first_chunk, const(part))
             # The target consists of tiles in row-major order; chunks of a row are swizzled.
-            tile = arith.muli(group, const(chunks // _TILE_CHUNKS))
-            tile = arith.addi(tile, arith.divui(chunk, const(_TILE_CHUNKS)))
-            tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
-            chunk_in_tile = arith.remui(chunk, const(_TILE_CHUNKS))
+            tile = arith.muli(
+                arith.divui(first_row, const(_TILE_ROWS)), const(chunks // tile_chunks)
+            )
+            tile = arith.addi(tile, arith.divui(chunk, const(tile_chunks)))
+            place = arith.addi(arith.muli(tile, const(_TILE_ROWS)), row_in_tile)
+            place = arith.addi(simt.smem_address(target_ref), arith.muli(place, const(row_bytes)))
+            swizzled = arith.xori(
+                arith.remui(chunk, const(tile_chunks)), arith.shrui(row_in_tile, const(swizzle))
+            )
             my_column = arith.addi(
                 column.registers.item(), arith.muli(chunk, const(_CHUNK // size))
             )
             source = simt.gmem_address(source_ref, arith.muli(my_column, const(size)))
             is_column = simt.less(my_column, const(d))
-            my_limit = arith.subi(limit.registers.item(), arith.muli(group, const(8)))
+            my_limit = arith.subi(limit.registers.item(), first_row)
             for i, index in enumerate(indices.registers):
                 is_row = arith.cmpi(arith.CmpIPredicate.slt, const(i), my_limit)
-                place = arith.muli(arith.xori(chunk_in_tile, const(i)), const(16))
+                my_chunk = arith.xori(swizzled, const(i >> swizzle))
                 mgpu.utils.inline_ptx(
                     f"""{{.reg .b32 index, bytes; .reg .b64 address;
                         selp.b32 bytes, 16, 0, $3;
                         selp.b32 index, $2, 0, $3;
                         mad.wide.u32 address, index, {size * d}, $1;
-                        cp.async.cg.shared.global [$0 + {128 * i}], [address], 16, bytes;}}""",
-                    arith.addi(tile, place),
+                        cp.async.cg.shared.global [$0 + {i * row_bytes}], [address], 16,
+                        bytes;}}""",
+                    arith.addi(place, arith.muli(my_chunk, const(_CHUNK))),
                     source,
                     mgpu.utils.bitcast(index, my_column.type),
                     arith.andi(is_row, is_column),
@@ -180,11 +207,10 @@ def _(source_ref, indices, limit, column, target_ref):
     target_ref[...] = jnp.where((jnp.arange(n) < limit)[:, None], rows, 0)
 
 
-def _group_and_chunk(width: int):
-    """The group of 8 rows that this lane copies from, and its chunk of `width` of each row."""
-    lane, warp = simt.lane_and_warp()
-    thread = arith.addi(arith.muli(warp, const(32)), lane)
-    return arith.divui(thread, const(width)), arith.remui(thread, const(width))
+def _group_and_chunk(rows: int, count: int):
+    """Of `count` rows the group of `rows` that this lane copies from, and its chunk of each."""
+    width, thread = const(_LANES * rows // count), simt.thread()
+    return arith.divui(thread, width), arith.remui(thread, width)
 
 
 @primitive

@@ -2,8 +2,8 @@
 
 The product is computed transposed, with columns of y along the rows of an accumulator and tokens
 along its columns, because h and the gathered rows lie in memory that way. What y is added to
-follows the weights through the ring, 64 tokens at a time. If there are few tokens, two jobs share
-those of a tile.
+follows the weights through the ring, of a few tokens at a time (`Engine.part`). If there are few
+tokens, two jobs share those of a tile.
 """
 
 import functools
@@ -15,14 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import support
+from pallas_kernels.hopper.common import engine, support
 from pallas_kernels.hopper.common.engine import Factor
-from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS
 from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
 
 _COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
-_STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a chunk
 
 
 class _Job(NamedTuple):
@@ -95,7 +94,7 @@ def union_down(
     if residual is not None:
         support.check_array("residual", residual, (m, d), h.dtype)
         residual = jnp.pad(residual, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
-    tokens = gathered_matmul.job_tokens(tiles)
+    tokens, stage_k = gathered_matmul.job_tokens(tiles), engine.current().stage_k(h.dtype)
     return gathered_matmul.gathered_matmul(
         _Operands(plan.neurons, plan.sizes, plan.firsts, h, residual, tuple(weights)),
         job_type=_Job,
@@ -103,10 +102,11 @@ def union_down(
         describe=functools.partial(_describe, TILE_TOKENS // tokens),
         produce=functools.partial(_produce, tokens),
         consume=functools.partial(_consume, tokens),
-        a_shape=(STAGE_K, _COLUMNS),
-        b_shape=(STAGE_K, tokens),
+        a_shape=(stage_k, _COLUMNS),
+        b_shape=(stage_k, tokens),
         dtype=h.dtype,
         out_type=jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), h.dtype),  # for the copies' tiling
+        transposed=True,
         name="union_down",
     )
 
@@ -121,56 +121,58 @@ def _describe(shares, i, operands):
 
 def _produce(tokens, job, ring, step, operands):
     neurons, h, factors = operands.neurons, operands.h, len(operands.weights)
-    shares = TILE_TOKENS // tokens
+    shares, stage_k = TILE_TOKENS // tokens, ring.b.shape[1]
     tile, mine = job.share // shares, pl.ds(job.share % shares * tokens, tokens)
-    steps = pl.cdiv(job.size, STAGE_K)
+    steps, of_chunk = pl.cdiv(job.size, stage_k), CHUNK_NEURONS // stage_k
 
     def indices_of(k):
-        first = jnp.minimum(k * STAGE_K, neurons.shape[1] - STAGE_K)
-        return neurons.at[tile, pl.ds(first, STAGE_K)]
+        first = jnp.minimum(k * stage_k, neurons.shape[1] - stage_k)
+        return neurons.at[tile, pl.ds(first, stage_k)]
 
     for w, weight in enumerate(operands.weights):
 
         def fill(k, indices, a, b, loaded, w=w, weight=weight):
-            rows = pl.ds(first_row(h, factors, w) + k % _STEPS * STAGE_K, STAGE_K)
-            plgpu.copy_gmem_to_smem(h.at[job.first_chunk + k // _STEPS, rows, mine], b, loaded)
-            row_copies.gather_rows(weight, indices, job.size - k * STAGE_K, job.column, a)
+            rows = pl.ds(first_row(h, factors, w) + k % of_chunk * stage_k, stage_k)
+            plgpu.copy_gmem_to_smem(h.at[job.first_chunk + k // of_chunk, rows, mine], b, loaded)
+            row_copies.gather_rows(weight, indices, job.size - k * stage_k, job.column, a)
 
         step = ring.put_lists(step, steps, indices_of, fill)
     if operands.residual is None:
         return step
 
+    width = engine.current().part
+
     def put_residual(part, step):
         def fill(a, _, loaded):
-            rows = pl.ds(job.share * tokens + part * ACC_ROWS, ACC_ROWS)
+            rows = pl.ds(job.share * tokens + part * width, width)
             columns = pl.ds(job.column, _COLUMNS)
             plgpu.copy_gmem_to_smem(operands.residual.at[rows, columns], a, loaded)
 
         ring.put(step, fill)
         return step + 1
 
-    return lax.fori_loop(0, tokens // ACC_ROWS, put_residual, step)
+    return lax.fori_loop(0, tokens // width, put_residual, step)
 
 
 def _consume(tokens, job, ring, step, warpgroup, buffers, operands, y):
-    steps = len(operands.weights) * pl.cdiv(job.size, STAGE_K)
-    mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+    steps = len(operands.weights) * pl.cdiv(job.size, ring.b.shape[1])
+    mine, width = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), engine.current().part
 
     def factors(a, b):
         return Factor(a.at[:, mine], 0), Factor(b, 0)
 
-    out = ring.multiply(step, steps, factors, buffers, columns=tokens)
+    out = ring.multiply(step, steps, factors, buffers.free, columns=tokens)
     step += steps
     columns = pl.ds(job.column + warpgroup * ACC_ROWS, ACC_ROWS)
-    for part in range(tokens // ACC_ROWS):
-        values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
+    for part in range(tokens // width):
+        values = out[:, part * width : (part + 1) * width].astype(y.dtype)
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
         if operands.residual is not None:
             a, _ = ring.take(step)
             before = plgpu.load(a.at[:, mine].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
             values = (before.astype(jnp.float32) + values.astype(jnp.float32)).astype(y.dtype)
-        target = y.at[pl.ds(job.share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
-        gathered_matmul.write([values], buffers, part, [target], transposed=True)
+        target = y.at[pl.ds(job.share * tokens + part * width, width), columns]
+        buffers.write([values], part, [target])
         if operands.residual is not None:
             ring.release(step)  # behind the fence of `write`, as TMA overwrites what was read
             step += 1

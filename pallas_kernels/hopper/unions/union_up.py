@@ -1,8 +1,8 @@
 """Up projection on tile unions: `h = g * (x @ w_up[neurons]^T)` for each row tile.
 
 For 128 neurons of a tile's union this is one dense matmul with gathered rows. The gates of these
-neurons, gathered too, follow the weights through the ring, 64 tokens at a time. If there are few
-tokens, two jobs share those of a tile.
+neurons, gathered too, follow the weights through the ring, of a few tokens at a time
+(`Engine.part`). If there are few tokens, two jobs share those of a tile.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantised
-from pallas_kernels.hopper.common import scales, support
-from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, stage_k
+from pallas_kernels.hopper.common import engine, scales, support
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS
 from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.quantised import Operand
@@ -105,7 +105,7 @@ def union_up(
     (items,) = plan.items.shape
     rows = 2 * CHUNK_NEURONS if with_gate and w_up is not None else CHUNK_NEURONS
     tokens = gathered_matmul.job_tokens(len(plan.sizes))
-    shares = TILE_TOKENS // tokens
+    shares, stage_k = TILE_TOKENS // tokens, engine.current().stage_k(left.dtype)
     hidden, l1 = gathered_matmul.gathered_matmul(
         _Operands(plan.item_count, plan.items, plan.neurons, plan.sizes, scale, left, right, gate),
         job_type=Item,
@@ -113,8 +113,8 @@ def union_up(
         describe=functools.partial(describe_item, shares),
         produce=functools.partial(_produce, tokens),
         consume=functools.partial(_consume, tokens, rectifier),
-        a_shape=(CONSUMERS * ACC_ROWS, stage_k(left.dtype)),
-        b_shape=(tokens, stage_k(left.dtype)),
+        a_shape=(CONSUMERS * ACC_ROWS, stage_k),
+        b_shape=(tokens, stage_k),
         dtype=gate.dtype,
         stage_dtype=left.dtype,
         out_type=(
@@ -144,12 +144,15 @@ def item_and_first_token(i, tokens):
 def _produce(tokens, job, ring, step, operands):
     i, tile, first, limit = job
     _, first_token = item_and_first_token(i, tokens)
-    indices = row_copies.load_indices(operands.neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
+    lane_rows, width = row_copies.lane_rows(ring.a.shape[1:], ring.a.dtype), engine.current().part
+    indices = row_copies.load_indices(
+        operands.neurons.at[tile, pl.ds(first, CHUNK_NEURONS)], lane_rows
+    )
 
     def put_gates(part, step):
         def fill(a, _, loaded):
             plgpu.barrier_arrive(loaded)
-            column = first_token + part * ACC_ROWS
+            column = first_token + part * width
             row_copies.gather_rows(operands.gate.at[tile], indices, limit, column, a)
 
         ring.in_16_bits().put(step, fill)
@@ -158,16 +161,17 @@ def _produce(tokens, job, ring, step, operands):
     if operands.w_up is not None:
         first_row = tile * TILE_TOKENS + first_token
         step = ring.put_product(step, operands.x, first_row, operands.w_up, indices, limit)
-    return lax.fori_loop(0, tokens // ACC_ROWS, put_gates, step)
+    return lax.fori_loop(0, tokens // width, put_gates, step)
 
 
 def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, operands, hidden, l1):
     i, tile, first, limit = job
     item, first_token = item_and_first_token(i, tokens)
-    mine, parts = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), tokens // ACC_ROWS
+    mine, width = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), engine.current().part
+    parts = tokens // width
     if operands.w_up is not None:
         steps = operands.x.shape[1] // ring.b.shape[2]
-        products = ring.multiply_product(step, steps, warpgroup, limit, buffers)
+        products = ring.multiply_product(step, steps, warpgroup, limit, buffers.free)
         step += steps
     if operands.scale is not None:
         of_tokens, of_neurons = operands.scale
@@ -181,14 +185,14 @@ def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, operands, h
         ring.release(step + part)
         value = gates.astype(jnp.float32)
         if operands.w_up is not None:
-            value *= rectifier.linear(products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS])
+            value *= rectifier.linear(products[:, part * width : (part + 1) * width])
         sums.append(jnp.sum(jnp.abs(value), axis=1))
         arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]
-        columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
+        columns = pl.ds(first_token + part * width, width)
         targets = [
             hidden.at[item, pl.ds(f * CHUNK_NEURONS + mine.start, ACC_ROWS), columns]
             for f in range(len(arrays))
         ]
-        gathered_matmul.write(arrays, buffers, part, targets)
+        buffers.write(arrays, part, targets)
     l1[i, mine] = sum(sums)
     return step + parts

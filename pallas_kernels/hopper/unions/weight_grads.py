@@ -4,7 +4,6 @@ The gradients for the gate and for the up projection share x, and so its gathere
 consumer computes one of the two. For a single gradient, each consumer computes half of the columns.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import engine, support
 from pallas_kernels.hopper.common.engine import Factor
-from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
+from pallas_kernels.hopper.common.tiles import CONSUMERS
 from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS
+
+_COLUMNS = 256  # of x in a job
 
 
 class _Job(NamedTuple):
@@ -81,16 +82,16 @@ def weight_grads(
     support.check_weight("a weight to go with x and lists", out_type)
     for i, value in enumerate(values):
         support.check_array(f"values[{i}]", value, (capacity, GROUP_NEURONS), x.dtype)
-    columns = engine.current().tokens
+    stage_k = engine.current().stage_k(x.dtype)
     return gathered_matmul.gathered_matmul(
         _Operands(lists.order, lists.starts, lists.lengths, lists.tokens, values, x),
         job_type=_Job,
-        jobs=lambda _: jnp.int32(groups * pl.cdiv(x.shape[1], columns)),
-        describe=functools.partial(_describe, columns),
+        jobs=lambda _: jnp.int32(groups * pl.cdiv(x.shape[1], _COLUMNS)),
+        describe=_describe,
         produce=_produce,
-        consume=functools.partial(_consume, columns),
-        a_shape=(STAGE_K, columns),
-        b_shape=(len(values) * STAGE_K, GROUP_NEURONS),
+        consume=_consume,
+        a_shape=(stage_k, _COLUMNS),
+        b_shape=(len(values) * stage_k, GROUP_NEURONS),
         b_copies=len(values),
         dtype=x.dtype,
         out_type=(out_type,) * len(values),
@@ -98,31 +99,33 @@ def weight_grads(
     )
 
 
-def _describe(columns, i, operands):
-    parts = pl.cdiv(operands.x.shape[1], columns)
+def _describe(i, operands):
+    parts = pl.cdiv(operands.x.shape[1], _COLUMNS)
     group = operands.order[i // parts]  # long jobs first
-    return _Job(group, operands.starts[group], operands.lengths[group], i % parts * columns)
+    return _Job(group, operands.starts[group], operands.lengths[group], i % parts * _COLUMNS)
 
 
 def _produce(job, ring, step, operands):
     *_, tokens, values, x = operands
+    stage_k = ring.a.shape[1]
 
     def indices_of(k):
-        first = jnp.minimum(job.start + k * STAGE_K, tokens.shape[0] - STAGE_K)
-        return tokens.at[pl.ds(first, STAGE_K)]
+        first = jnp.minimum(job.start + k * stage_k, tokens.shape[0] - stage_k)
+        return tokens.at[pl.ds(first, stage_k)]
 
     def fill(k, indices, a, b, loaded):
         for n, value in enumerate(values):
-            entries = value.at[pl.ds(job.start + k * STAGE_K, STAGE_K)]
-            plgpu.copy_gmem_to_smem(entries, b.at[pl.ds(n * STAGE_K, STAGE_K)], loaded)
-        row_copies.gather_rows(x, indices, job.length - k * STAGE_K, job.column, a)
+            entries = value.at[pl.ds(job.start + k * stage_k, stage_k)]
+            plgpu.copy_gmem_to_smem(entries, b.at[pl.ds(n * stage_k, stage_k)], loaded)
+        row_copies.gather_rows(x, indices, job.length - k * stage_k, job.column, a)
 
-    return ring.put_lists(step, pl.cdiv(job.length, STAGE_K), indices_of, fill)
+    return ring.put_lists(step, pl.cdiv(job.length, stage_k), indices_of, fill)
 
 
-def _consume(columns, job, ring, step, warpgroup, buffers, operands, *grads):
-    column, steps = job.column, pl.cdiv(job.length, STAGE_K)
-    columns = columns * len(grads) // CONSUMERS
+def _consume(job, ring, step, warpgroup, buffers, operands, *grads):
+    stage_k, width = ring.a.shape[1], engine.current().part
+    column, steps = job.column, pl.cdiv(job.length, stage_k)
+    columns = _COLUMNS * len(grads) // CONSUMERS
     if len(grads) == 1:
         mine = pl.ds(warpgroup * columns, columns)
         column += warpgroup * columns
@@ -130,23 +133,21 @@ def _consume(columns, job, ring, step, warpgroup, buffers, operands, *grads):
         def factors(a, b):
             return Factor(b, 0), Factor(a.at[:, mine], 0)
     else:
-        mine = pl.ds(warpgroup * STAGE_K, STAGE_K)
+        mine = pl.ds(warpgroup * stage_k, stage_k)
 
         def factors(a, b):
             return Factor(b.at[mine], 0), Factor(a, 0)
 
-    sums = ring.multiply(step, steps, factors, buffers, columns=columns)
-    if columns == ACC_ROWS:  # a single part takes the buffer of the job before
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    sums = ring.multiply(step, steps, factors, buffers.free, columns=columns)
 
     def write(grad):
-        for part in range(columns // ACC_ROWS):
-            array = sums[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(grad.dtype)
+        for part in range(columns // width):
+            array = sums[:, part * width : (part + 1) * width].astype(grad.dtype)
             target = grad.at[
                 pl.ds(job.group * GROUP_NEURONS, GROUP_NEURONS),
-                pl.ds(column + part * ACC_ROWS, ACC_ROWS),
+                pl.ds(column + part * width, width),
             ]
-            gathered_matmul.write([array], buffers, part, [target])
+            buffers.write([array], part, [target])
 
     if len(grads) == 1:
         write(*grads)

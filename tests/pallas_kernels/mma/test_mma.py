@@ -61,7 +61,7 @@ def test_unions_interpreted(gated, interpreted):
 @pytest.mark.parametrize("with_extra", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 def test_hidden_grads_interpreted(gated, with_extra, interpreted):
-    """With `extra`, a part takes up to three stages of a ring of two."""
+    """With `extra`, a part takes two stages of a ring of three."""
     operands, dense = hidden.draw(20, 192, 128, 1, gated, jnp.bfloat16)
     dy, _, _, plan, *_ = operands
     blocks, extra = hidden.draw_extra(plan, len(dy), dy.dtype) if with_extra else (None, 0.0)
