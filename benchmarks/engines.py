@@ -5,7 +5,8 @@
 "product" multiplies x with the gate's weights: by both engines of the kernels, each with an
 epilogue that stores the tile, by XLA and, where torch with CUDA is installed, by Triton without
 WGMMA. The block is that of unions, through `LAYERS` sets of weights; its baseline is the time of
-the three or nine products of its dense twin, each as the fastest by `mma.sync`.
+the three or nine products of its dense twin, each as the fastest by `mma.sync`. That of few tokens,
+which memory limits on any card, is compared with XLA's.
 """
 
 import os
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from benchmarks import gradients, record
+from benchmarks import ffn, gradients, record
 from benchmarks.ffn import DTYPE, LAYERS, D, H, describe, draw
 from pallas_kernels.hopper.common import engine, matmul, versions
 from pallas_kernels.hopper.common.tiles import ACC_ROWS
@@ -31,7 +32,7 @@ try:
 except ModuleNotFoundError:
     torch = triton_product = None
 
-M = 16384
+M, FEW = 16384, (1, 8, 32)
 PATTERNS = {"recorded": 0, "skewed": 29}  # mean non-zeros, where they are drawn
 ENGINES = {"mma.sync": engine.MMA, "wgmma": engine.WGMMA}
 PRODUCTS = {"forward": 3, "forward and backward": 9}  # of the dense block
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def measure(m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:
-    """Yields the rows of products, then those of blocks."""
+    """Yields the rows of products, then those of blocks, those of few tokens last."""
     found = list(products(m, d, h))
     yield from found
     fastest = min(row["ms"] for row in found if "mma.sync" in row["implementation"])
@@ -57,6 +58,10 @@ def measure(m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:
                 "baseline_ms": baseline,
                 "speedup": baseline / row["ms"],
             }
+    for tokens in FEW:
+        case = {"m": tokens, "pattern": "skewed", "nnz": PATTERNS["skewed"], "d": d, "h": h}
+        for row in ffn.measure(**case, only_mosaic=True):
+            yield row | {"errors": [row["error"]]}
 
 
 def products(m: int, d: int, h: int) -> Iterator[dict[str, Any]]:

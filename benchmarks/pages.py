@@ -271,11 +271,13 @@ TABLES: dict[str, Table] = {
         about="D = 2048, H = 5632, bfloat16: the kernels as GPUs without WGMMA run them, in 99 KB "
         "of shared memory. These GPUs themselves were not measured. Products are of all tokens "
         "with the gate's weights; those of Triton, which then has no WGMMA either, are the fastest "
-        "of some tiles. Blocks are unions; in brackets their speed-up over the three or nine "
-        'products of a dense block, each by mma.sync as above; "xla" is the dense block by '
-        'Hopper\'s own products. "error" is the largest of those of the results.',
+        "of some tiles. Blocks of many tokens are unions; in brackets their speed-up over the "
+        'three or nine products of a dense block, each by mma.sync as above; "xla" is the dense '
+        "block by Hopper's own products. Those of few tokens are compared with it. "
+        '"error" is the largest of those of the results.',
         case={
             "direction": number("direction"),
+            "M": number("m"),
             "pattern": number("pattern"),
             "mean nnz": number("nnz_mean", "{:.1f}"),
             "implementation": lambda row: row["implementation"].replace("mosaic", "mma.sync"),

@@ -17,9 +17,10 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     for module in ffn, gradients, engines:
         monkeypatch.setattr(module, "LAYERS", 1)  # each is compiled
     monkeypatch.setattr(engines, "PATTERNS", {"skewed": 10})
+    monkeypatch.setattr(engines, "FEW", (3,))
     monkeypatch.setattr(engines, "product", lambda x, w: jnp.dot(x, w.T))
     rows = list(engines.measure(m=256, d=128, h=256))
-    products, blocks = rows[:3], rows[3:]
+    products, blocks, few = rows[:3], rows[3:-2], rows[-2:]
     assert [row["implementation"] for row in products] == ["mma.sync", "wgmma", "xla"]
     assert all(row["tflop_per_s"] > 0 for row in products)
     assert [(row["direction"], row["implementation"]) for row in blocks] == [
@@ -30,9 +31,11 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     for row in blocks:
         assert row["baseline_ms"] == engines.PRODUCTS[row["direction"]] * products[0]["ms"]
         assert row["speedup"] == row["baseline_ms"] / row["ms"]
+    assert [row["implementation"] for row in few] == ["xla", "mosaic"]
+    assert all(row["m"] == 3 and row["baseline_ms"] == few[0]["ms"] for row in few)
     record.write("engines", rows, tmp_path / "engines.json")
     lines = TABLES["engines"].render(json.loads((tmp_path / "engines.json").read_text())["rows"])
-    assert lines.count("mma.sync") == 3
+    assert lines.count("mma.sync") == 4
 
 
 def test_it_forces_the_back_end(monkeypatch, tmp_path):

@@ -221,14 +221,19 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, gate: jax.Array, x: jax.Array, weights: Weights, batch: int) -> "Cut":
         """For operands as of `multiply` and `add`; `gate` are its values."""
-        (_, h), d = gate.shape, x.shape[1]
-        subclusters = 2 if batch <= _FEW else 1
-        blocks = subclusters * PARTS
+        # The blocks of one subcluster, of which each has more neurons, may not find enough memory.
+        choices = (2,) if batch <= _FEW else (1, 2)
+        cuts = (cls._of(gate, x, weights, n, is_few=batch <= _FEW) for n in choices)
+        return next(cut for cut in cuts if cut.dense_clusters)
+
+    @classmethod
+    def _of(cls, gate, x, weights, subclusters, *, is_few) -> "Cut":
+        (_, h), d, blocks = gate.shape, x.shape[1], subclusters * PARTS
         scratch = token_rows.scratch(d)
         # Memory stands still less if a subcluster's two tiles of w_up are loaded at once. With more
         # tokens they leave too little room for stages.
         waiting = token_ring.most_waiting(scratch, _ON_SM, blocks)
-        is_two = subclusters > 1 and h > waiting * subclusters * COLUMNS
+        is_two = is_few and h > waiting * subclusters * COLUMNS
         rings = _rings(x, gate, weights, token_ring.size(scratch), is_two)
         memory = dict(
             memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.memory(h, d, blocks)),
@@ -304,9 +309,8 @@ def _rings(x, gate, weights, reserved, is_two):
 
 def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arrived, plan):
     further, outs, memory = refs[: plan.further], refs[plan.further :], list(memory)
-    number, tile = operands.layer[0], lax.axis_index("tile")
-    tokens, is_row = operands.gate.shape[0], tile < plan.batch
-    token = jnp.minimum(tile, plan.batch - 1)
+    number, tile, tokens = operands.layer[0], lax.axis_index("tile"), len(operands.gate)
+    is_row, token = tile < plan.batch, jnp.minimum(tile, plan.batch - 1)
     cluster.prepare(arrived)
     rank = lax.axis_index("subcluster") * PARTS + lax.axis_index("part")
     share = token_rows.Share.of(rank, plan.cut.subclusters * PARTS, operands.x.shape[1], scratch)
@@ -357,13 +361,11 @@ def _load_x(operands, token, is_row, scratch, plan):
 
 def _of_layer(operands, number):
     """w_up, the scales of its rows, and w_down; None for what there is not."""
-    up_scale = None
     w_down = operands.down.values[0].at[number]
     if operands.up is None:
         return None, None, w_down
-    if operands.up.scales:
-        up_scale = operands.up.scales[0].at[number]
-    return operands.up.values[0].at[number], up_scale, w_down
+    scale = operands.up.scales[0].at[number] if operands.up.scales else None
+    return operands.up.values[0].at[number], scale, w_down
 
 
 def _block(operands, hidden, number, smem, plan):
@@ -375,18 +377,17 @@ def _block(operands, hidden, number, smem, plan):
     def product(ring, x, matrices, smem):
         return Product(ring, x, matrices, number, (), smem, subcluster * PARTS)
 
-    up = None
+    up, activation = None, operands.gate
     if plan.cut.up is not None:
         up = product(plan.cut.up, operands.x, operands.up.repeated(plan.cut.up.sums), smem[0])
-    activation = operands.gate if up is None else hidden
+        activation = hidden
     down = product(plan.cut.rings[-1], activation, operands.down, smem[-1])
     return TokenBlock(up, down, first, stride)
 
 
 def _store_hidden(operands, hidden, further, outs, plan):
     """What stores the hidden activation of 16 neurons, given their first and their up."""
-    tokens, d = len(operands.gate), operands.x.shape[1]
-    scale = 1.0
+    tokens, d, scale = len(operands.gate), operands.x.shape[1], 1.0
     if operands.squares is not None:
         scale = token_columns.inverse_rms(operands.squares, d, plan.eps)
 
