@@ -38,7 +38,7 @@ def draw_pattern(name, gated):
 
 def way_and_heavy_tokens(operands, capacity):
     """How the gradients of these operands are computed, and how many tokens left the unions."""
-    (kernels,) = dispatch.BACK_ENDS
+    kernels, *_ = dispatch.BACK_ENDS
     residuals = _residuals(kernels, capacity)(operands)
     return residuals.way(len(operands[0]), capacity), residuals.heavy_count[0]
 
