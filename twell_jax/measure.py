@@ -51,7 +51,9 @@ def measure_block(block: Block, console: Console) -> None:
         times = measure(block)
     console.print(table(block, device, times))
     console.out(sentence(times))
-    path = keep(device, block, {found.tokens: found.forward for found in times})
+    forward = {found.tokens: found.forward for found in times}
+    both = {found.tokens: found.both for found in times if found.both}
+    path = keep(device, block, forward, both)
     console.out(f"kept: {path}")
 
 

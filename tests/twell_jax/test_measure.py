@@ -57,10 +57,11 @@ def test_a_block_is_timed_and_kept(reference_kernels, few, monkeypatch, capsys, 
     device = jax.devices()[0].device_kind
     assert f"kept: {measured.file_of(device)}" in shown
     found = measured.of(device, Block(128, 256, not gated, "bfloat16"))
-    assert found.milliseconds == {
+    assert found.forward == {
         3: {"dense": 3.0, "few_tokens": 2.0},
         300: {"dense": 4.0, "dense_block": 5.0},
     }
+    assert found.both == {300: {"dense": 6.0, "sparse": 3.0}}
 
 
 def test_all_algorithms_compute_the_same(reference_kernels):

@@ -208,13 +208,14 @@ def recorded_back_end(w: jax.Array | jax.ShapeDtypeStruct) -> Kernels | None:
 
 
 def was_measured_to_gain(case: Case, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether unions were the fastest for the block of a case when it was measured on this card.
+    """Whether sparse gradients were faster for the block of a case when it was measured on this
+    card.
 
     Args:
       case, dtype: see `measured_here`.
     """
     times = measured_here(case, dtype)
-    return times is not None and times.fastest(case.tokens_here) == "unions"
+    return times is not None and times.fastest_gradients(case.tokens_here) == "sparse"
 
 
 def _wanted() -> tuple[Kernels, ...]:

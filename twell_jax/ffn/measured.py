@@ -9,7 +9,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,9 +20,12 @@ import jax
 from twell_jax import untrusted, user_cache
 from twell_jax.ffn.algorithms import ALGORITHMS
 
-FORMAT = 1  # of the file
+type Times = Mapping[int, Mapping[str, float]]  # milliseconds, by tokens and by how
+
+FORMAT = 2  # of the file
 _MOST_BYTES = 2**24  # of the file
 _MOST_TOKENS = 2**62
+_GRADIENTS = "dense", "sparse"
 _DAMAGED = ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
 
 
@@ -48,17 +51,26 @@ class Measured:
 
     Attributes:
       path: of the file.
-      milliseconds: by the number of tokens, for each algorithm the time of the block.
+      forward: of the block, for each algorithm.
+      both: of forward and backward, with "dense" and with "sparse" gradients; may be empty.
     """
 
     path: Path
-    milliseconds: Mapping[int, Mapping[str, float]]
+    forward: Times
+    both: Times
 
     def fastest(self, tokens: int) -> str:
         """The fastest algorithm for that number of tokens that is nearest, as a ratio."""
-        nearest = min(self.milliseconds, key=lambda count: abs(math.log(count / tokens)))
-        times = self.milliseconds[nearest]
-        return min(times, key=times.__getitem__)
+        return _fastest(self.forward, tokens)
+
+    def fastest_gradients(self, tokens: int) -> str | None:
+        """Likewise, "dense" or "sparse"; None if they were not measured."""
+        return _fastest(self.both, tokens) if self.both else None
+
+
+def _fastest(times: Times, tokens: int) -> str:
+    nearest = times[min(times, key=lambda count: abs(math.log(count / tokens)))]
+    return min(nearest, key=nearest.__getitem__)
 
 
 def of(device: str, block: Block) -> Measured | None:
@@ -72,21 +84,24 @@ def of(device: str, block: Block) -> Measured | None:
     except OSError:
         return None
     found = _read(path, changed).get(block)
-    return None if found is None else Measured(path, found)
+    return None if found is None else Measured(path, *found)
 
 
-def keep(device: str, block: Block, milliseconds: Mapping[int, Mapping[str, float]]) -> Path:
+def keep(device: str, block: Block, forward: Times, both: Times) -> Path:
     """Adds a block to the file of a card, or replaces what that has of it; returns the file."""
     path = file_of(device)
-    known: dict[Block, Any] = {}
+    known: dict[Block, tuple[Times, Times]] = {}
     if path.exists():
         known = dict(_read(path, path.stat().st_mtime_ns))
-    known[block] = milliseconds
+    known[block] = forward, both
     content = {
         "format": FORMAT,
         "device": device,
         "versions": versions(),
-        "blocks": [asdict(block) | {"milliseconds": times} for block, times in known.items()],
+        "blocks": [
+            asdict(block) | {"forward": forward, "both": both}
+            for block, (forward, both) in known.items()
+        ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -115,7 +130,7 @@ def versions() -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: Path, changed: int) -> Mapping[Block, Mapping[int, Mapping[str, float]]]:
+def _read(path: Path, changed: int) -> Mapping[Block, tuple[Times, Times]]:
     """What a file has of each block; `changed` is when it was written."""
     try:
         content = json.loads(untrusted.read(path, _MOST_BYTES))
@@ -128,26 +143,37 @@ def _read(path: Path, changed: int) -> Mapping[Block, Mapping[int, Mapping[str, 
         return {}
 
 
-def _block(entry: dict[str, Any]) -> tuple[Block, dict[int, dict[str, float]]]:
+def _block(entry: dict[str, Any]) -> tuple[Block, tuple[Times, Times]]:
     """A block of a file, and its times.
 
     Raises:
       One of `_DAMAGED`: the entry is damaged, or has an algorithm that is not known.
     """
+    forward = _times(entry.pop("forward"), ALGORITHMS)
+    if not forward:
+        raise ValueError("no times")
+    both = _times(entry.pop("both"), _GRADIENTS)
+    return Block(**entry), (forward, both)
+
+
+def _times(found: Any, known: Collection[str]) -> Times:
+    """Times of a file, of what is known.
+
+    Raises:
+      One of `_DAMAGED`.
+    """
     milliseconds = {
         int(tokens): {str(name): float(ms) for name, ms in times.items()}
-        for tokens, times in entry.pop("milliseconds").items()
+        for tokens, times in found.items()
     }
-    times = [ms for by_name in milliseconds.values() for ms in by_name.values()]
-    if not milliseconds or not all(0 < ms < math.inf for ms in times):
-        raise ValueError("no times")
-    if min(milliseconds) < 1 or max(milliseconds) > _MOST_TOKENS:
-        raise ValueError("no numbers of tokens")
-    if not all(milliseconds.values()):
-        raise ValueError("no algorithms")
-    if unknown := {name for by_name in milliseconds.values() for name in by_name} - {*ALGORITHMS}:
-        raise ValueError(f"no algorithms: {unknown}")
-    return Block(**entry), milliseconds
+    for tokens, times in milliseconds.items():
+        if not 1 <= tokens <= _MOST_TOKENS:
+            raise ValueError(f"no number of tokens: {tokens}")
+        if not times or not times.keys() <= {*known}:
+            raise ValueError(f"not all known: {[*times]}")
+        if not all(0 < ms < math.inf for ms in times.values()):
+            raise ValueError(f"no times: {times}")
+    return milliseconds
 
 
 def _set_aside(path: Path, why: str) -> None:

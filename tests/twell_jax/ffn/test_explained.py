@@ -121,7 +121,7 @@ def test_explain_names_the_command_that_measures_a_block_without_a_record(change
 
 def test_what_was_measured_here_needs_no_command_and_decides_what_to_change(tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_JAX_CACHE", str(tmp_path))
-    path = measured.keep(H100_NAME, Block(3072, 8192, True, "bfloat16"), {4096: {"dense": 1.0}})
+    path = measured.keep(H100_NAME, Block(3072, 8192, True, "bfloat16"), {4096: {"dense": 1.0}}, {})
     says = explain(*shapes(4096, 3072, 8192), device=H100_NAME)
     assert f"dense, by xla ({path})" in says and "would" not in says
     # bfloat16 would be no faster

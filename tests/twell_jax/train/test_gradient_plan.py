@@ -179,8 +179,12 @@ def test_auto_plans_nothing_on_a_card_that_nobody_measured(monkeypatch, tmp_path
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000")):
         assert planned_every(settings) == 0
         block = dispatch.measurable(*case_of(settings))
-        measured.keep("NVIDIA RTX PRO 6000", block, {settings.batch_tokens: {"unions": 1.0}})
-        assert planned_every(settings) == 10
+        card, forward = "NVIDIA RTX PRO 6000", {settings.batch_tokens: {"unions": 1.0}}
+        for sparse, steps in ((2.0, 10), (4.0, 0)):
+            measured.keep(card, block, forward, {16384: {"dense": 3.0, "sparse": sparse}})
+            assert planned_every(settings) == steps
+        measured.keep(card, block, forward, {})
+        assert planned_every(settings) == 0
 
 
 def case_of(settings):
