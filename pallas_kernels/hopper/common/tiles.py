@@ -6,23 +6,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CONSUMERS = 2  # warpgroups that multiply, besides one that copies
 ACC_ROWS = 64  # rows of one consumer's accumulator
-_SWIZZLE = 128  # bytes of the contracted axis in a stage, at most
+_SWIZZLE = 128  # bytes of a row of a tile, at most
 
 
-def stage_k(dtype: jax.typing.DTypeLike) -> int:
-    """Elements of the contracted axis in a stage: 64 of 16 bits, or 128 of 8 bits."""
+def _widest(dtype: jax.typing.DTypeLike) -> int:
+    """Elements of a row of the widest tile."""
     return _SWIZZLE // jnp.dtype(dtype).itemsize
 
 
 def tiled(dtype: jax.typing.DTypeLike, columns: int | None = None) -> tuple:
     """The transforms of operands in SMEM with so many columns, of which a tile has 128 bytes, or
     all if there are fewer."""
-    columns = stage_k(dtype) if columns is None else min(columns, stage_k(dtype))
+    columns = _widest(dtype) if columns is None else min(columns, _widest(dtype))
     swizzle = columns * jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
-STAGE_K = stage_k(jnp.bfloat16)
+STAGE_K = _widest(jnp.bfloat16)
 TILED = tiled(jnp.bfloat16)
 
 

@@ -28,6 +28,7 @@ from pallas_kernels.quantised import E4M3, Operand, Quantised
 
 PARTS = 4  # thread blocks of a subcluster
 COLUMNS = PARTS * token_columns.COLUMNS  # of a subcluster: the rows of an accumulator
+_GROUP_SMS = range(8, 19)  # SMs that clusters lie within (GPC), on cards of which we know
 _ALIGNMENT = 1024  # of an array in shared memory
 _OVERHEAD = 2048  # bytes of shared memory of a block besides its arrays: the system's and barriers
 
@@ -365,14 +366,20 @@ def clusters_at_once(on_sm: int, blocks: int = PARTS) -> int:
 
 
 def most_waiting(arrays: Any, on_sm: int, blocks: int) -> int:
-    """Clusters that surely are on the GPU at once, so that they can wait for each other.
+    """Clusters that surely are on the GPU at once, so that they can wait for each other; 0 if a
+    block does not fit. A group of SMs leaves those idle on which no other cluster fits.
 
     Args:
       arrays: those in the shared memory of a thread block.
       on_sm: thread blocks that may share an SM, if they have no more.
       blocks: thread blocks of a cluster.
     """
-    return 3 * clusters_at_once(min(on_sm, fitting(arrays)), blocks) // 4
+    on_sm = min(on_sm, fitting(arrays))
+    if not on_sm:
+        return 0
+    least = min(size * on_sm // blocks / size for size in _GROUP_SMS)  # of an SM
+    found = min(3 * clusters_at_once(on_sm, blocks) // 4, int(least * support.sm_count()))
+    return max(1, found)
 
 
 def fitting(arrays: Any) -> int:

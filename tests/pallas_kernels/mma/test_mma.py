@@ -1,5 +1,6 @@
 """Hopper's kernels by `mma.sync`, each with operands and references of its own tests."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kernels import MMA, REFERENCE
+from pallas_kernels.hopper.common import engine
+from pallas_kernels.hopper.decode.token_ffn import Cut
+from pallas_kernels.kernels import HOPPER, MMA, REFERENCE
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
 from pallas_kernels.quantised import E4M3
 from pallas_kernels.rectifiers import RELU
@@ -106,7 +109,7 @@ def test_prompts_interpreted(case, gated, interpreted):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 65536)])
+@pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 65536), (4160, 65408)])
 def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
     """Of both passes, by unions with their gates in 8 bits or not, and of the other algorithms."""
     w = jax.ShapeDtypeStruct((h, d), jnp.bfloat16)
@@ -238,6 +241,26 @@ def test_few_tokens_on_the_gpu(case):
         return MMA.few_tokens_ffn(x, Weights(*block))
 
     few.assert_matches(on_poisoned_memory(run, *operands), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("active", [0.005, 1.0])
+def test_two_subclusters_serve_a_token_where_memory_is_short_on_the_gpu(active):
+    """With less memory than any card has, as such layers are large."""
+    short = dataclasses.replace(engine.MMA, sm_bytes=64 << 10)
+    case = 17, 128, 65536, active, jnp.bfloat16, True
+    operands = few.draw_block(*case)
+
+    def run(x, *block):
+        return HOPPER.few_tokens_ffn(x, Weights(*block))
+
+    x, *block = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands)
+    stacked = Weights(*(w.update(shape=(1, *w.shape)) for w in block))
+    gate = jax.ShapeDtypeStruct((24, 65536), x.dtype)
+    for how, subclusters in ((engine.MMA, 1), (short, 2)):
+        with engine.using(how):
+            assert Cut.of(gate, x, stacked, 17).subclusters == subclusters
+    few.assert_matches(on_poisoned_memory(engine.by(short, run), *operands), *operands)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 from tests import seeds
 
-CAPACITY = 100
+CAPACITY = 80
 
 
 def scatter(values, lists):
