@@ -24,7 +24,8 @@ from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
 __all__ = [
-    "HOPPER", "MAX_FEW_TOKENS", "MMA", "REFERENCE", "BlockKernels", "DecodeKernels", "Kernels"
+    "AMPERE", "HOPPER", "MAX_FEW_TOKENS", "MMA", "REFERENCE", "BlockKernels", "DecodeKernels",
+    "Kernels",
 ]  # fmt: skip
 
 type Array = jax.Array
@@ -271,12 +272,14 @@ class _WhenUsed:
 
 
 if TYPE_CHECKING:
-    from pallas_kernels import hopper, mma, reference
+    from pallas_kernels import ampere, hopper, mma, reference
 
+    AMPERE: Kernels = ampere
     HOPPER: Kernels = hopper
     MMA: Kernels = mma
     REFERENCE: Kernels = reference
 else:
-    HOPPER, MMA, REFERENCE = (
-        _WhenUsed(f"pallas_kernels.{package}") for package in ("hopper", "mma", "reference")
+    AMPERE, HOPPER, MMA, REFERENCE = (
+        _WhenUsed(f"pallas_kernels.{package}")
+        for package in ("ampere", "hopper", "mma", "reference")
     )

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels.kernels import HOPPER, MMA, REFERENCE, Kernels
+from pallas_kernels.kernels import AMPERE, HOPPER, MMA, REFERENCE, Kernels
 
 # A new one is a line here.
 BACK_ENDS = [
     pytest.param(REFERENCE, id="reference"),
     pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
     pytest.param(MMA, id="mma", marks=pytest.mark.gpu),
+    pytest.param(AMPERE, id="ampere", marks=pytest.mark.gpu),
 ]
 
 

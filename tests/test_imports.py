@@ -40,8 +40,9 @@ MAY_IMPORT = {
     "pallas_kernels.hopper.transformer": "hopper.common weights",
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode "
     "hopper.transformer",
+    "pallas_kernels.ampere": "hopper hopper.common reference",
     "pallas_kernels.mma": "hopper hopper.common reference",
-    "pallas_kernels": "hopper layers layouts mma quantised rectifiers reference weights",
+    "pallas_kernels": "ampere hopper layers layouts mma quantised rectifiers reference weights",
     "twell_jax.ffn": "untrusted user_cache "
     + of_kernels("device in_place layouts pattern_shares quantised rectifiers weights"),
     "twell_jax.untrusted": "",

@@ -12,6 +12,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import quantised
+from pallas_kernels.hopper.common import lanes
 from pallas_kernels.hopper.common.lanes import ptx
 from pallas_kernels.hopper.common.simt import const
 
@@ -34,7 +35,7 @@ def largest(words: list[ir.Value], dtype: jnp.dtype, lanes: int = 32) -> ir.Valu
 def larger(words: list[ir.Value]) -> ir.Value:
     """The largest magnitude of the lower halves of `words`, and that of their upper halves."""
     magnitudes = [arith.andi(word, const(_MAGNITUDES)) for word in words]
-    return functools.reduce(lambda a, b: ptx("max.u16x2 $0, $1, $2;", a, b), magnitudes)
+    return functools.reduce(functools.partial(lanes.of_halves, "max"), magnitudes)
 
 
 def scale_and_reciprocal(largest: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -11,8 +11,8 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class Engine(abc.ABC):
       slots: of 128 rows and columns in the pipeline of `dense_rows`.
       slot_k: elements of the contracted axis in one of them.
       sm_bytes: shared memory of an SM, of which the thread blocks of `token_ring` have shares.
+      has_tma: whether `copies` are TMA's; else threads make them by `cp.async`.
     """
 
     ring_bytes: int
@@ -58,6 +59,12 @@ class Engine(abc.ABC):
     slots: int
     slot_k: int
     sm_bytes: int
+    has_tma: bool = True
+
+    def set_registers(self, count: int, action: Literal["increase", "decrease"]) -> None:
+        """Has a warpgroup give registers back, or take more; only on GPUs with TMA."""
+        if self.has_tma:
+            plgpu.set_max_registers(count, action=action)
 
     def stage_k(self, dtype: jax.typing.DTypeLike) -> int:
         """Elements of the contracted axis in a stage of these rings."""
@@ -205,6 +212,8 @@ MMA = _MMA(
     slot_k=32,
     sm_bytes=100 << 10,
 )
+
+CP_ASYNC = replace(MMA, has_tma=False)
 
 _current = contextvars.ContextVar[Engine]("engine", default=WGMMA)
 

@@ -43,6 +43,15 @@ def _largest_at_most(threshold: float, dtype: jnp.dtype) -> int:
     return int(nearest.view(np.uint16)) - int(nearest.astype(np.float32) > limit)
 
 
+def of_halves(operation: str, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The "min" or "max" of the unsigned halves of two words."""
+    if mgpu.utils.get_arch().major >= 9:
+        return ptx(f"{operation}.u16x2 $0, $1, $2;", a, b)
+    code = f"""{{.reg .b16 low, high, x, y; mov.b32 {{low, high}}, $1; mov.b32 {{x, y}}, $2;
+        {operation}.u16 low, low, x; {operation}.u16 high, high, y; mov.b32 $0, {{low, high}};}}"""
+    return ptx(code, a, b)
+
+
 def nonzero(x: ir.Value) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.ne, x, const(0))
 

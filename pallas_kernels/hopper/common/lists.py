@@ -98,7 +98,8 @@ def acquire() -> None:
     @plgpu.inline_mgpu()
     def step(_):
         mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-        mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+        if mgpu.utils.get_arch().major >= 9:
+            mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     step()
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import engine, versions
+from pallas_kernels.hopper.common import copies, engine, versions
 from pallas_kernels.hopper.common.engine import Engine, Factor
 from pallas_kernels.hopper.common.scales import of_columns, of_rows, padded
 from pallas_kernels.hopper.common.support import sm_count
@@ -123,7 +123,9 @@ def matmul(
             ring=dict(
                 a=plgpu.SMEM((stages, BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype, step)),
                 b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype, b_shape[1])),
-                loaded=plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=stages),
+                loaded=plgpu.Barrier(
+                    num_arrivals=copies.arrivals(1 + len(bs)), num_barriers=stages
+                ),
                 handed=plgpu.Barrier(num_barriers=stages),
                 free=plgpu.Barrier(
                     num_arrivals=1 if multiplier.staggered else CONSUMERS, num_barriers=stages
@@ -226,7 +228,7 @@ def _kernel(
 
 
 def _produce(blocks, ring, a_gmem, bs_gmem):
-    plgpu.set_max_registers(40, action="decrease")
+    blocks.multiplier.set_registers(40, "decrease")
     schedule, step = blocks.schedule, ring["a"].shape[2]
 
     @blocks.for_each
@@ -242,14 +244,17 @@ def _produce(blocks, ring, a_gmem, bs_gmem):
             plgpu.barrier_wait(ring["free"].at[s])
             loaded = ring["loaded"].at[s]
             along_k = pl.ds((tile % schedule.parts * blocks.steps + k) * step, step)
-            plgpu.copy_gmem_to_smem(a_gmem.at[rows, along_k], ring["a"].at[s], loaded)
+            copies.load(a_gmem, (rows, along_k), ring["a"].at[s], loaded)
             for i, b in enumerate(bs_gmem):
                 if blocks.k_axis == 1:
                     mine = pl.ds(i * schedule.columns, schedule.columns)
-                    part, target = b.at[columns, along_k], ring["b"].at[s, mine]
+                    part, target = (columns, along_k), ring["b"].at[s, mine]
                 else:
-                    part, target = b.at[along_k, columns], ring["b"].at[s]
-                plgpu.copy_gmem_to_smem(part, target, loaded)
+                    part, target = (along_k, columns), ring["b"].at[s]
+                copies.load(b, part, target, loaded)
+            copies.hand_over(lambda k: ring["loaded"].at[blocks.stage(before + k)], k)
+
+        copies.hand_over_last(lambda k: ring["loaded"].at[blocks.stage(before + k)], blocks.steps)
 
     for s in range(blocks.stages):
         plgpu.barrier_wait(ring["free"].at[s])
@@ -257,7 +262,7 @@ def _produce(blocks, ring, a_gmem, bs_gmem):
 
 def _consume(blocks, ring, warpgroup, is_first, finish):
     loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
-    plgpu.set_max_registers(232, action="increase")
+    blocks.multiplier.set_registers(232, "increase")
     my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
     gives_back = ~is_first if blocks.multiplier.staggered else None
 
@@ -289,10 +294,10 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
 
         columns = ring["b"].shape[2 - blocks.k_axis]
         acc = blocks.multiplier.sum_products(columns, blocks.steps, take, release, mine)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        copies.await_reads(0)
         finish(acc, CONSUMERS * block + warpgroup, tile)
 
-    plgpu.wait_smem_to_gmem(0)
+    copies.await_stores(0)
 
 
 def _both(one, other):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -112,16 +113,25 @@ def primitive[**P, R](on_device: Callable[P, R]) -> Primitive[P, R]:
     return Primitive(on_device)
 
 
+def _control(what: str) -> None:
+    @plgpu.inline_mgpu()
+    def step(_):
+        if mgpu.utils.get_arch().major >= 9:  # else kernels run one after the other
+            mgpu.utils.inline_ptx(f"griddepcontrol.{what};", has_side_effects=True)
+
+    step()
+
+
 @primitive
 def launch_next() -> None:
     """Lets the next kernel start (programmatic dependent launch)."""
-    plgpu.griddepcontrol_launch_dependents()
+    _control("launch_dependents")
 
 
 @primitive
 def await_previous() -> None:
     """Waits until the kernels before this one have ended, and their stores can be read."""
-    plgpu.griddepcontrol_wait()
+    _control("wait")
 
 
 @launch_next.in_jax

@@ -25,6 +25,11 @@ def thread() -> ir.Value:
     return arith.andi(mgpu.thread_idx(), const(127))
 
 
+def proxy_fence() -> str:
+    """What orders a thread's accesses to SMEM and those of TMA; nothing on GPUs without."""
+    return "fence.proxy.async.shared::cta;" if mgpu.utils.get_arch().major >= 9 else ""
+
+
 def lane_and_warp() -> tuple[ir.Value, ir.Value]:
     """This thread's lane in its warp and its warp in the warpgroup, i32."""
     thread = mgpu.thread_idx()

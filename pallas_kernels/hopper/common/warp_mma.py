@@ -237,7 +237,8 @@ def _from_partner(given: list[ir.Value], scratch: ir.Value, room: int) -> list[i
                 has_side_effects=True,
             )
             got += _pairs(list(numbers))
-    mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)  # for TMA
+    if fence := simt.proxy_fence():  # for TMA
+        mgpu.utils.inline_ptx(fence, has_side_effects=True)
     return got
 
 

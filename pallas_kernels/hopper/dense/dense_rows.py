@@ -27,13 +27,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantised
-from pallas_kernels.hopper.common import lists, register_rows, scalars, scales, support, versions
+from pallas_kernels.hopper.common import (
+    copies,
+    lists,
+    register_rows,
+    scalars,
+    scales,
+    support,
+    versions,
+)
 from pallas_kernels.hopper.common.engine import Factor, current
 from pallas_kernels.hopper.common.primitives import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
 from pallas_kernels.hopper.common.warpgroup import fence
 from pallas_kernels.hopper.dense import accumulate
+from pallas_kernels.hopper.dense.accumulate import Operand
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.rectifiers import RELU, Rectifier
@@ -63,8 +72,7 @@ def dense_rows(
       keep: for how many i to return what a backward needs: 0, or a multiple of 128.
 
     Returns:
-      y: `[at least M, D]` in the dtype of the weights, for `place_rows`; unspecified from row count
-        on.
+      y: `[at least M, D]` in the dtype of the weights, for `place_rows`; unspecified from count on.
       l1: float32 scalar, the sum of |h| over all i < count.
       fired: bool `[H]`, whether a neuron's gate is non-zero for any i < count.
       kept: gate and h, `[2, keep, H]`, or h alone, `[1, keep, H]`, in the dtype of y. Row i is that
@@ -94,6 +102,12 @@ def dense_rows(
         grid=(sm_count(),),
         grid_names=("sm",),
     )(weights.live, heavy.pending, heavy.count, [_factors(heavy.x, w) for w in weights.inner])
+    scratch: dict = dict(y_smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _FEW), dtype, transforms=TILED))
+    pair, clusters = 1, {}
+    if current().has_tma:  # and clusters
+        pair, clusters = _PAIR, dict(cluster=(_PAIR,), cluster_names=("part",))
+        barrier = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS)
+        scratch |= dict(few_smem=plgpu.SMEM((CONSUMERS, _PART_ROWS, _FEW), dtype), written=barrier)
     y_rows, count, _ = _call(
         _down_kernel,
         out_type=(
@@ -101,18 +115,14 @@ def dense_rows(
             jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((d // _FEW, _PARTS, _FEW, _FEW), jnp.float32),
         ),
-        scratch_types=dict(
-            y_smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _FEW), dtype, transforms=TILED),
-            few_smem=plgpu.SMEM((CONSUMERS, _PART_ROWS, _FEW), dtype),
-            written=plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS),
-        ),
-        grid=(sm_count() // _PAIR,),
+        scratch_types=scratch,
+        grid=(sm_count() // pair,),
         grid_names=("pair",),
-        cluster=(_PAIR,),
-        cluster_names=("part",),
+        **clusters,
     )(heavy.count, hidden, weights.down)
     # This count is the second kernel's, so that XLA puts no sums between the first and the second.
-    rows_of_stats = jnp.where(count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
+    few, _ = _split(count[0])
+    rows_of_stats = jnp.where(few > 0, _FEW // CONSUMERS, _BLOCK)
     is_computed = (jnp.arange(len(l1)) * rows_of_stats < count[0])[:, None]
     l1, fired = jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
     return y_rows, l1, fired, kept[0] if kept else None
@@ -189,7 +199,7 @@ class _Hidden:
         def finish(accs):
             neurons = pl.ds(first_neuron + warpgroup * ACC_ROWS, ACC_ROWS)
             value = self._activate(accs, rows.start, neurons, row_block)
-            _store(value, self.smem.at[warpgroup], self.hidden, neurons, rows)
+            copies.write(value, self.smem.at[warpgroup], self.hidden, (neurons, rows))
 
         self._multiply(rows, first_neuron, _BLOCK, lambda w, x: (w.at[mine], x), finish)
 
@@ -226,11 +236,11 @@ class _Hidden:
 
         k, scratch = current().slot_k, self.smem.at[lax.axis_index("warpgroup")]
         slots = current().slots * _BLOCK // size  # they have the same size in either case
-        neurons = pl.ds(first_neuron, size)
-        parts = [x.at[rows] for x in xs.values()] + [w.at[neurons] for _, w, _ in self.products]
-        specs = [accumulate.operand((size, k), lambda i: (0, i), a.dtype) for a in parts]
-        stages = parts[0].shape[1] // k
-        accumulate.accumulate(factors, finish, n * [columns], stages, slots, specs, scratch)(*parts)
+        blocks = [(x, rows.start) for x in xs.values()]
+        blocks += [(w, first_neuron) for _, w, _ in self.products]
+        parts = [Operand(a, (size, k), 1, first) for a, first in blocks]
+        stages = self.products[0][0].shape[1] // k
+        accumulate.accumulate(parts, factors, finish, n * [columns], stages, slots, scratch)
 
     def _activate(self, accs, first_row, neurons, part):
         """h, rounded, for rows from `first_row` on; stores its statistics and what is kept."""
@@ -257,17 +267,17 @@ class _Hidden:
         return made[-1]
 
 
-def _down_kernel(count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem, few_smem, written):
-    h, d = w_down.shape
-    pair, pairs = lax.axis_index("pair"), lax.axis_size("pair")
-    block, blocks = pair * _PAIR + lax.axis_index("part"), pairs * _PAIR
-    is_first = lax.axis_index("warpgroup") == 0
-
-    @pl.when((scalars.read(count_ref) > 0) & is_first)
-    def _():
+def _down_kernel(
+    count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem, few_smem=None, written=None
+):
+    (h, d), pair, pairs = w_down.shape, lax.axis_index("pair"), lax.axis_size("pair")
+    block, blocks, is_first = pair, pairs, lax.axis_index("warpgroup") == 0
+    if written is not None:  # there are clusters, and the kernel before it still runs
+        block, blocks = pair * _PAIR + lax.axis_index("part"), pairs * _PAIR
         share = pl.cdiv(h, blocks)
-        register_rows.prefetch_rows(w_down, block * share, min(share, _PREFETCH // d))
-
+        rows = w_down, block * share, min(share, _PREFETCH // d)
+        fetch = functools.partial(register_rows.prefetch_rows, *rows)
+        pl.when((scalars.read(count_ref) > 0) & is_first)(fetch)
     await_previous()
     launch_next()
     count = scalars.read(count_ref)
@@ -278,7 +288,8 @@ def _down_kernel(count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem,
 
     work = _Down(count, hidden, w_down, y_rows, parts, y_smem, few_smem, written)
     few, row_blocks = _split(count)
-    _for_each(few * (d // _FEW), pair, pairs, work.few_block)
+    if written is not None:
+        _for_each(few * (d // _FEW), pair, pairs, work.few_block)
     _for_each(row_blocks * pl.cdiv(d, _BLOCK), block, blocks, work.block)
 
 
@@ -324,13 +335,12 @@ class _Down:
 
                 @pl.when(target.start < d)  # D may end in between
                 def _(half=half, target=target):
-                    _store(half, self.y_smem.at[warpgroup], self.y, rows, target)
+                    copies.write(half, self.y_smem.at[warpgroup], self.y, (rows, target))
 
-        operand = accumulate.operand((STAGE_K, _BLOCK), lambda k: (k, 0))
         slots, scratch = current().slots, self.y_smem.at[warpgroup]
-        accumulate.accumulate(
-            factors, finish, [_BLOCK], h // STAGE_K, slots, [operand, operand], scratch
-        )(self.hidden.at[:, pl.ds(row_block * _BLOCK, _BLOCK)], self.w_down.at[:, columns])
+        blocks = (self.hidden, row_block * _BLOCK), (self.w_down, columns.start)
+        parts = [Operand(a, (STAGE_K, _BLOCK), 0, first) for a, first in blocks]
+        accumulate.accumulate(parts, factors, finish, [_BLOCK], h // STAGE_K, slots, scratch)
 
     def few_block(self, index):
         """All rows of a short list and 64 columns; a warpgroup multiplies half of each stage."""
@@ -352,11 +362,10 @@ class _Down:
 
         # Rows beyond H are read as zeros: the last stage may have some, or the second be of them.
         stages = max(2, pl.cdiv(self.w_down.shape[0], _PAIR * CONSUMERS * STAGE_K))
-        operand = accumulate.operand((CONSUMERS * STAGE_K, _FEW), lambda k: (part * stages + k, 0))
         slots, scratch = current().slots, self.y_smem.at[warpgroup]
-        accumulate.accumulate(factors, finish, [_FEW], stages, slots, [operand, operand], scratch)(
-            self.hidden.at[:, pl.ds(0, _FEW)], self.w_down.at[:, pl.ds(index * _FEW, _FEW)]
-        )
+        block, blocks = (CONSUMERS * STAGE_K, _FEW), ((self.hidden, 0), (self.w_down, index * _FEW))
+        parts = [Operand(a, block, 0, first, part * stages) for a, first in blocks]
+        accumulate.accumulate(parts, factors, finish, [_FEW], stages, slots, scratch)
 
     def _add_parts(self, index, first_row):
         """Sets 16 rows of a short list, from `first_row` on, to the sums of the four parts."""
@@ -367,19 +376,14 @@ class _Down:
         for part in range(1, _PARTS):  # in this order, always
             total += plgpu.load(parts.at[part], layout=layout)
         rows, columns = pl.ds(first_row, _PART_ROWS), pl.ds(index * _FEW, _FEW)
-        _store(total.astype(self.y.dtype), self.few_smem.at[warpgroup], self.y, rows, columns)
-
-
-def _store(tile, smem, target, rows, columns):
-    """Starts to copy `tile` through `smem` to these rows and columns of `target`."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    smem[...] = tile
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
+        smem = self.few_smem.at[warpgroup]
+        copies.write(total.astype(self.y.dtype), smem, self.y, (rows, columns))
 
 
 def _split(count):
     """1 if a list of `count` rows is short, else 0; and the blocks of rows of a longer list."""
+    if not current().has_tma:  # nor clusters
+        return jnp.int32(0), pl.cdiv(count, _BLOCK)
     few = ((count > 0) & (count <= _FEW)).astype(jnp.int32)
     return few, jnp.where(count <= _FEW, 0, pl.cdiv(count, _BLOCK))
 
@@ -391,4 +395,4 @@ def _for_each(blocks, worker, workers, body):
     def _(i):
         body(worker + i * workers)
 
-    plgpu.wait_smem_to_gmem(0)
+    copies.await_stores(0)

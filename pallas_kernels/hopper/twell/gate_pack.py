@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import quantised
-from pallas_kernels.hopper.common import lanes, matmul, simt, support
+from pallas_kernels.hopper.common import copies, lanes, matmul, simt, support
 from pallas_kernels.hopper.common.matmul import Schedule
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
@@ -85,10 +85,9 @@ def _pack(acc, slab, tile, packed_gmem, *, packed_smem, h, dtype, rectifier):
         acc = jnp.where(column < h - tile * twell.TILE, acc, 0)
     mine = packed_smem.at[slab % CONSUMERS]
     _pack_tile(acc, dtype, tile, mine, rectifier)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(
-        mine, packed_gmem.at[pl.ds(slab * ACC_ROWS, ACC_ROWS), pl.ds(tile * _WORDS, _WORDS)]
-    )
+    copies.commit()
+    rows, columns = pl.ds(slab * ACC_ROWS, ACC_ROWS), pl.ds(tile * _WORDS, _WORDS)
+    copies.store(mine, packed_gmem, (rows, columns), _PACKED)
 
 
 _ROW_BYTES = 4 * _WORDS
@@ -198,9 +197,7 @@ def _count_nonzero(upper: list[ir.Value], lower: list[ir.Value]) -> ir.Value:
     of its lower row in the high half."""
     one = const(0x00010001)
     upper_count, lower_count = (
-        functools.reduce(
-            arith.addi, [lanes.ptx("min.u16x2 $0, $1, $2;", pair, one) for pair in row]
-        )
+        functools.reduce(arith.addi, [lanes.of_halves("min", pair, one) for pair in row])
         for row in (upper, lower)
     )
     even = lanes.ptx("prmt.b32 $0, $1, $2, 0x5410;", upper_count, lower_count)

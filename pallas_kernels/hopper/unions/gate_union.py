@@ -260,7 +260,7 @@ def _column_counts(upper, lower, lane) -> list[ir.Value]:
     """Non-zeros in each column of the warp's rows, in words i = 2 (lane / 4) + {0, 1}."""
     one = const(0x00010001)
     ones = [
-        arith.addi(*(lanes.ptx("min.u16x2 $0, $1, $2;", pair, one) for pair in pairs))
+        arith.addi(*(lanes.of_halves("min", pair, one) for pair in pairs))
         for pairs in zip(upper, lower, strict=True)
     ]
     words = [

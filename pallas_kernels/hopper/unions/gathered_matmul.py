@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import engine
+from pallas_kernels.hopper.common import copies, engine
 from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, tiled
@@ -97,7 +97,9 @@ def gathered_matmul(
             ring=dict(
                 **rows,
                 b=tiles((stages, *b_shape), stage_dtype),
-                loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=stages),
+                loaded=plgpu.Barrier(
+                    num_arrivals=copies.arrivals(1 + b_copies), num_barriers=stages
+                ),
                 free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             ),
             queue=pipeline.queue_types(CONSUMERS),
@@ -141,7 +143,7 @@ def _kernel(
     launch_next()  # `dense_rows` takes SMs that have no more jobs
 
     def be_producer():
-        plgpu.set_max_registers(56, action="decrease")
+        engine.current().set_registers(56, "decrease")
         count, sms = jobs(operands), lax.axis_size("sm")
 
         def do(state):
@@ -160,7 +162,7 @@ def _kernel(
         ring.close(step)
 
     def be_consumer():
-        plgpu.set_max_registers(224, action="increase")
+        engine.current().set_registers(224, "increase")
         ring.open()
         queue.open()
 
@@ -172,7 +174,7 @@ def _kernel(
 
         start = jnp.int32(0), queue.take(jnp.int32(0)), jnp.int32(0)
         lax.while_loop(lambda state: state[1][0] >= 0, do, start)
-        plgpu.wait_smem_to_gmem(0)
+        copies.await_stores(0)
 
     lax.cond(warpgroup == CONSUMERS, be_producer, be_consumer)
 
@@ -190,7 +192,8 @@ class Buffers:
     transposed: bool
 
     def write(self, arrays, part: int, targets) -> list[jax.Ref]:
-        """Starts to copy one or two arrays `[64, part]`, or their transposes, to GMEM.
+        """Starts to copy one or two arrays `[64, part]`, or their transposes, to GMEM: each to a
+        target, which is an array and the index of its part.
 
         A consumer writes as many in each part of its product. A single array takes the two buffers
         in turn, so that the copy of the part before may still read the other one.
@@ -198,16 +201,16 @@ class Buffers:
         Returns:
           The buffers, which hold them until the next part is written.
         """
-        plgpu.wait_smem_to_gmem(_BUFFERS - len(arrays), wait_read_only=True)
+        copies.await_reads(_BUFFERS - len(arrays))
         used = [self.ref.at[(part + k) % _BUFFERS] for k in range(len(arrays))]
         for array, buffer in zip(arrays, used, strict=True):
             (buffer.T if self.transposed else buffer)[...] = array
-        plgpu.commit_smem()
-        for buffer, target in zip(used, targets, strict=True):
-            plgpu.copy_smem_to_gmem(buffer, target)
+        copies.commit()
+        for buffer, (target, index) in zip(used, targets, strict=True):
+            copies.store(buffer, target, index)
         return used
 
     def free(self) -> jax.Ref:
         """One of them, when all copies have been read."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        copies.await_reads(0)
         return self.ref.at[0]

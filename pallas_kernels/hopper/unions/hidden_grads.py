@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import engine, support
+from pallas_kernels.hopper.common import copies, engine, row_copies, support
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS
-from pallas_kernels.hopper.unions import gathered_matmul, list_entries, row_copies
+from pallas_kernels.hopper.unions import gathered_matmul, list_entries
 from pallas_kernels.hopper.unions.union_up import Item, describe_item
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
@@ -157,8 +156,9 @@ def _produce(job, ring, step, operands):
         for array in operands.arrays_of_a_part:
 
             def fill(_, b, loaded, array=array):
-                block = array.at[job.job, :, pl.ds(part * width, width)]
-                plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, array.shape[1])], loaded)
+                rows = pl.ds(0, array.shape[1])
+                mine = job.job, rows, pl.ds(part * width, width)
+                copies.load(array, mine, b.at[rows], loaded)
 
             ring.put(step, fill)
             step += 1
@@ -196,7 +196,7 @@ def _consume(rectifier, job, ring, step, warpgroup, buffers, operands):
         grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1)
         grads = [a.astype(dtype) for a in grads]
         columns = pl.ds(part * width, width)
-        targets = [into.at[job.job, pl.ds(start, ACC_ROWS), columns] for start in starts]
+        targets = [(into, (job.job, pl.ds(start, ACC_ROWS), columns)) for start in starts]
         written = buffers.write(grads, part, targets)
         if operands.entries:
             words = next_words

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common import copies, engine, simt
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -40,7 +40,7 @@ def zeros(lists: NeuronLists, n: int, dtype: jax.typing.DTypeLike) -> list[jax.A
     def body(starts, lengths, *arrays_and_zeros):
         *arrays, zeros = arrays_and_zeros
         zeros[...] = jnp.zeros(zeros.shape, dtype)
-        plgpu.commit_smem()
+        copies.commit()
         sm, sms, last = lax.axis_index("sm"), lax.axis_size("sm"), lengths.shape[0] - 1
         blocks = pl.cdiv(starts[last] + lengths[last], GROUP_NEURONS)
 
@@ -48,9 +48,12 @@ def zeros(lists: NeuronLists, n: int, dtype: jax.typing.DTypeLike) -> list[jax.A
         def _(i):
             for array in arrays:
                 slots = pl.ds((sm + i * sms) * GROUP_NEURONS, GROUP_NEURONS)
-                plgpu.copy_smem_to_gmem(zeros, array.at[slots])
+                if engine.current().has_tma:
+                    plgpu.copy_smem_to_gmem(zeros, array.at[slots])
+                else:
+                    array[slots] = jnp.zeros(zeros.shape, dtype)
 
-        plgpu.wait_smem_to_gmem(0)
+        copies.await_stores(0)
 
     return plgpu.kernel(
         body,

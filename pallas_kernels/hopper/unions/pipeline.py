@@ -17,13 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import engine, scalars, simt
+from pallas_kernels.hopper.common import copies, engine, row_copies, scalars, simt
 from pallas_kernels.hopper.common.engine import Factor
 from pallas_kernels.hopper.common.primitives import count_together, primitive
 from pallas_kernels.hopper.common.scalars import INT32, SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import ACC_ROWS
-from pallas_kernels.hopper.unions import row_copies
 
 _WORDS = 4  # int32 that describe a job
 
@@ -192,7 +191,7 @@ class Ring:
         def put(k, step):
             def fill(a, b, loaded):
                 mine = pl.ds(first_token, b.shape[0]), pl.ds(k * columns, columns)
-                plgpu.copy_gmem_to_smem(tokens_ref.at[mine], b, loaded)
+                copies.load(tokens_ref, mine, b, loaded)
                 row_copies.gather_rows(source_ref, indices, limit, k * columns, a)
 
             self.put(step, fill)

@@ -176,7 +176,7 @@ def _sum_groups(counts_ref, tile, lane, warp):
                     count = arith.andi(pair, const(0x007F007F))
                     at = 2 * half + odd
                     sums[at] = arith.addi(sums[at], count)
-                    tops[at] = lanes.ptx("max.u16x2 $0, $1, $2;", tops[at], pair)
+                    tops[at] = lanes.of_halves("max", tops[at], pair)
         scf.YieldOp([*sums, *tops])
     return list(loop.results)
 

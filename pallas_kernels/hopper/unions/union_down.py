@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import engine, support
+from pallas_kernels.hopper.common import copies, engine, row_copies, support
 from pallas_kernels.hopper.common.engine import Factor
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS
-from pallas_kernels.hopper.unions import gathered_matmul, row_copies
+from pallas_kernels.hopper.unions import gathered_matmul
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
 
 _COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
@@ -133,7 +133,7 @@ def _produce(tokens, job, ring, step, operands):
 
         def fill(k, indices, a, b, loaded, w=w, weight=weight):
             rows = pl.ds(first_row(h, factors, w) + k % of_chunk * stage_k, stage_k)
-            plgpu.copy_gmem_to_smem(h.at[job.first_chunk + k // of_chunk, rows, mine], b, loaded)
+            copies.load(h, (job.first_chunk + k // of_chunk, rows, mine), b, loaded)
             row_copies.gather_rows(weight, indices, job.size - k * stage_k, job.column, a)
 
         step = ring.put_lists(step, steps, indices_of, fill)
@@ -146,7 +146,7 @@ def _produce(tokens, job, ring, step, operands):
         def fill(a, _, loaded):
             rows = pl.ds(job.share * tokens + part * width, width)
             columns = pl.ds(job.column, _COLUMNS)
-            plgpu.copy_gmem_to_smem(operands.residual.at[rows, columns], a, loaded)
+            copies.load(operands.residual, (rows, columns), a, loaded)
 
         ring.put(step, fill)
         return step + 1
@@ -171,8 +171,8 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, operands, y):
             a, _ = ring.take(step)
             before = plgpu.load(a.at[:, mine].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
             values = (before.astype(jnp.float32) + values.astype(jnp.float32)).astype(y.dtype)
-        target = y.at[pl.ds(job.share * tokens + part * width, width), columns]
-        buffers.write([values], part, [target])
+        rows = pl.ds(job.share * tokens + part * width, width)
+        buffers.write([values], part, [(y, (rows, columns))])
         if operands.residual is not None:
             ring.release(step)  # behind the fence of `write`, as TMA overwrites what was read
             step += 1

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantised
-from pallas_kernels.hopper.common import engine, scales, support
+from pallas_kernels.hopper.common import copies, engine, row_copies, scales, support
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS
-from pallas_kernels.hopper.unions import gathered_matmul, row_copies
+from pallas_kernels.hopper.unions import gathered_matmul
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.quantised import Operand
 from pallas_kernels.rectifiers import RELU, Rectifier
@@ -151,7 +150,7 @@ def _produce(tokens, job, ring, step, operands):
 
     def put_gates(part, step):
         def fill(a, _, loaded):
-            plgpu.barrier_arrive(loaded)
+            copies.arrive_without(loaded)
             column = first_token + part * width
             row_copies.gather_rows(operands.gate.at[tile], indices, limit, column, a)
 
@@ -190,7 +189,7 @@ def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, operands, h
         arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]
         columns = pl.ds(first_token + part * width, width)
         targets = [
-            hidden.at[item, pl.ds(f * CHUNK_NEURONS + mine.start, ACC_ROWS), columns]
+            (hidden, (item, pl.ds(f * CHUNK_NEURONS + mine.start, ACC_ROWS), columns))
             for f in range(len(arrays))
         ]
         buffers.write(arrays, part, targets)

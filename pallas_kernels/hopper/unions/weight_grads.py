@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import engine, support
+from pallas_kernels.hopper.common import copies, engine, row_copies, support
 from pallas_kernels.hopper.common.engine import Factor
 from pallas_kernels.hopper.common.tiles import CONSUMERS
-from pallas_kernels.hopper.unions import gathered_matmul, row_copies
+from pallas_kernels.hopper.unions import gathered_matmul
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS
 
@@ -115,8 +114,8 @@ def _produce(job, ring, step, operands):
 
     def fill(k, indices, a, b, loaded):
         for n, value in enumerate(values):
-            entries = value.at[pl.ds(job.start + k * stage_k, stage_k)]
-            plgpu.copy_gmem_to_smem(entries, b.at[pl.ds(n * stage_k, stage_k)], loaded)
+            mine = pl.ds(job.start + k * stage_k, stage_k), pl.ds(0, GROUP_NEURONS)
+            copies.load(value, mine, b.at[pl.ds(n * stage_k, stage_k)], loaded)
         row_copies.gather_rows(x, indices, job.length - k * stage_k, job.column, a)
 
     return ring.put_lists(step, pl.cdiv(job.length, stage_k), indices_of, fill)
@@ -143,10 +142,8 @@ def _consume(job, ring, step, warpgroup, buffers, operands, *grads):
     def write(grad):
         for part in range(columns // width):
             array = sums[:, part * width : (part + 1) * width].astype(grad.dtype)
-            target = grad.at[
-                pl.ds(job.group * GROUP_NEURONS, GROUP_NEURONS),
-                pl.ds(column + part * width, width),
-            ]
+            rows = pl.ds(job.group * GROUP_NEURONS, GROUP_NEURONS)
+            target = grad, (rows, pl.ds(column + part * width, width))
             buffers.write([array], part, [target])
 
     if len(grads) == 1:

@@ -1,4 +1,5 @@
-"""Hopper's kernels by `mma.sync`, each with operands and references of its own tests."""
+"""Hopper's kernels by `mma.sync`, with TMA or without, each with operands and references of its own
+tests."""
 
 import dataclasses
 import functools
@@ -7,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.hopper.common import engine
 from pallas_kernels.hopper.decode.token_ffn import Cut
-from pallas_kernels.kernels import HOPPER, MMA, REFERENCE
+from pallas_kernels.kernels import AMPERE, HOPPER, MMA, REFERENCE
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
 from pallas_kernels.quantised import E4M3
 from pallas_kernels.rectifiers import RELU
@@ -34,61 +36,68 @@ from twell_jax.ffn import dispatch, mosaic
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 SHARED_BYTES = 99 * 1024  # that a thread block may have on an RTX GPU
+by_both = pytest.mark.parametrize("kernels", [MMA, AMPERE], ids=["mma", "ampere"])
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, E4M3])
-def test_gate_union_interpreted(dtype, interpreted):
+@by_both
+def test_gate_union_interpreted(kernels, dtype, interpreted):
     x, w = gate.draw(300, 384, 256, 0.1, dtype)
     x, w = scaled(x, w) if dtype == E4M3 else (x, w)
     with interpreted(sms=1):
-        out = MMA.gate_union(x, w, dtype=jnp.bfloat16 if dtype == E4M3 else dtype)
+        out = kernels.gate_union(x, w, dtype=jnp.bfloat16 if dtype == E4M3 else dtype)
     gate.assert_unions(out, x, w)
 
 
-def test_gate_pack_interpreted(interpreted):
+@by_both
+def test_gate_pack_interpreted(kernels, interpreted):
     x, w, g = pack.draw(130, 320, 384, 0.1, jnp.bfloat16)
     with interpreted(sms=1):
-        pack.assert_packs(MMA.gate_pack(x, w), g)
+        pack.assert_packs(kernels.gate_pack(x, w), g)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False])
-def test_unions_interpreted(gated, interpreted):
+@by_both
+def test_unions_interpreted(kernels, gated, interpreted):
     operands, g = ffn.draw(300, 192, 256, 0.05, gated, jnp.bfloat16)
     with interpreted():
-        ffn.assert_matches(ffn.run(MMA.union_up, MMA.union_down, *operands), g, *operands)
+        ffn.assert_matches(ffn.run(kernels.union_up, kernels.union_down, *operands), g, *operands)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("with_extra", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
-def test_hidden_grads_interpreted(gated, with_extra, interpreted):
+@by_both
+def test_hidden_grads_interpreted(kernels, gated, with_extra, interpreted):
     """With `extra`, a part takes two stages of a ring of three."""
     operands, dense = hidden.draw(20, 192, 128, 1, gated, jnp.bfloat16)
     dy, _, _, plan, *_ = operands
     blocks, extra = hidden.draw_extra(plan, len(dy), dy.dtype) if with_extra else (None, 0.0)
     with interpreted(sms=1):
         out = hidden.run(
-            functools.partial(MMA.hidden_grads, extra=blocks), REFERENCE.union_down, *operands
+            functools.partial(kernels.hidden_grads, extra=blocks), REFERENCE.union_down, *operands
         )
     hidden.assert_matches(out, dense, *operands, extra=extra)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [1, 2])
-def test_weight_grads_interpreted(n, interpreted):
+@by_both
+def test_weight_grads_interpreted(kernels, n, interpreted):
     operands, dense = weights.draw(300, 192, 256, 0.3, n, jnp.bfloat16)
     with interpreted():
-        weights.assert_matches(jax.jit(MMA.weight_grads)(*operands), dense, *operands)
+        weights.assert_matches(jax.jit(kernels.weight_grads)(*operands), dense, *operands)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", rows.CASES[:4])
-def test_dense_rows_interpreted(case, interpreted):
+@by_both
+def test_dense_rows_interpreted(kernels, case, interpreted):
     operands = rows.draw(*case, True, jnp.bfloat16)
     with interpreted(sms=2):
-        out = rows.run(MMA, *operands, keep=rows.KEPT)
+        out = rows.run(kernels, *operands, keep=rows.KEPT)
     rows.assert_matches(out, *operands)
 
 
@@ -101,10 +110,11 @@ def test_few_tokens_interpreted(m, gated, interpreted):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("case", prompt.CASES[:2])
-def test_prompts_interpreted(case, gated, interpreted):
+@by_both
+def test_prompts_interpreted(kernels, case, gated, interpreted):
     operands = prompt.draw(*case, gated=gated)
     with interpreted():
-        prompt.assert_matches(MMA.dense_block(*operands), *operands)
+        prompt.assert_matches(kernels.dense_block(*operands), *operands)
 
 
 @pytest.mark.sampled(2)
@@ -138,6 +148,20 @@ def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
         found = launches(text)
         assert kernel in found
         assert max(launch.smem for launch in found.values()) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_without_tma_kernels_need_nothing_of_hopper(gated, monkeypatch):
+    monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+    x, w = (jax.ShapeDtypeStruct((n, 2048), jnp.bfloat16) for n in (4096, 5632))
+    block = Weights(w if gated else None, w, w)
+    call = gradients(mosaic.sparse_gradients(AMPERE, RELU, 1.0, None, False))
+    with jax.sharding.use_abstract_mesh(abstract_gpu(shape=(1,), axes=("x",))):
+        text = jax.jit(call).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mma.sync" in text and "cp.async.cg" in text
+    for later in "wgmma", "cp.async.bulk", "fence.proxy", "griddepcontrol", "setmaxnreg", "cluster":
+        assert later not in text
+    assert max(launch.smem for launch in launches(text).values()) <= SHARED_BYTES
 
 
 def gradients(block):
@@ -174,12 +198,13 @@ def test_the_environment_names_a_back_end(monkeypatch):
 @pytest.mark.parametrize(
     ("m", "d", "h"), [(1, 128, 128), (257, 384, 384), (65, 8192, 128), (1000, 2048, 5632)]
 )
-def test_every_bit_of_a_gate_on_the_gpu(m, d, h, density, dtype):
+@by_both
+def test_every_bit_of_a_gate_on_the_gpu(kernels, m, d, h, density, dtype):
     x, w = gate.draw(m, d, h, density, dtype)
     x, w = scaled(x, w) if dtype == E4M3 else (x, w)
     of = jnp.dtype(jnp.bfloat16 if dtype == E4M3 else dtype)
-    gate.assert_unions(jax.jit(functools.partial(MMA.gate_union, dtype=of))(x, w), x, w)
-    packed = jax.jit(functools.partial(MMA.gate_pack, dtype=of))(x, w)
+    gate.assert_unions(jax.jit(functools.partial(kernels.gate_union, dtype=of))(x, w), x, w)
+    packed = jax.jit(functools.partial(kernels.gate_pack, dtype=of))(x, w)
     pack.assert_packs(packed, pack.dense_gate(x, w))
 
 
@@ -187,9 +212,10 @@ def test_every_bit_of_a_gate_on_the_gpu(m, d, h, density, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("case", [*ffn.CASES, ffn.WHOLE_TILES, *ffn.LARGE])
-def test_unions_on_the_gpu(case, gated, dtype):
+@by_both
+def test_unions_on_the_gpu(kernels, case, gated, dtype):
     operands, g = ffn.draw(*case, gated, dtype)
-    ffn.assert_matches(ffn.run(MMA.union_up, MMA.union_down, *operands), g, *operands)
+    ffn.assert_matches(ffn.run(kernels.union_up, kernels.union_down, *operands), g, *operands)
 
 
 @pytest.mark.gpu
@@ -197,12 +223,13 @@ def test_unions_on_the_gpu(case, gated, dtype):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("with_extra", [True, False])
 @pytest.mark.parametrize("case", [*hidden.CASES, (1001, 2048, 5632, 0.003)])
-def test_hidden_grads_on_the_gpu(case, with_extra, gated, dtype):
+@by_both
+def test_hidden_grads_on_the_gpu(kernels, case, with_extra, gated, dtype):
     operands, dense = hidden.draw(*case, gated, dtype)
     dy, _, _, plan, *_ = operands
     blocks, extra = hidden.draw_extra(plan, len(dy), dy.dtype) if with_extra else (None, 0.0)
-    grads = functools.partial(MMA.hidden_grads, extra=blocks)
-    out = hidden.run(grads, MMA.union_down, *operands)
+    grads = functools.partial(kernels.hidden_grads, extra=blocks)
+    out = hidden.run(grads, kernels.union_down, *operands)
     hidden.assert_matches(out, dense, *operands, extra=extra)
 
 
@@ -210,25 +237,28 @@ def test_hidden_grads_on_the_gpu(case, with_extra, gated, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("case", [*weights.CASES, (3000, 2048, 1408, 0.1)])
-def test_weight_grads_on_the_gpu(case, n, dtype):
+@by_both
+def test_weight_grads_on_the_gpu(kernels, case, n, dtype):
     operands, dense = weights.draw(*case, n, dtype)
-    weights.assert_matches(jax.jit(MMA.weight_grads)(*operands), dense, *operands)
+    weights.assert_matches(jax.jit(kernels.weight_grads)(*operands), dense, *operands)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("case", [*rows.CASES, (1000, 2048, 5632, 64), (1000, 2048, 5632, 999)])
-def test_dense_rows_on_the_gpu(case, gated, dtype):
+@by_both
+def test_dense_rows_on_the_gpu(kernels, case, gated, dtype):
     operands = rows.draw(*case, gated, dtype)
-    rows.assert_matches(rows.run(MMA, *operands, keep=rows.KEPT), *operands)
+    rows.assert_matches(rows.run(kernels, *operands, keep=rows.KEPT), *operands)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "names"), rows.EIGHT_BITS)
-def test_dense_rows_in_8_bits_on_the_gpu(case, names):
+@by_both
+def test_dense_rows_in_8_bits_on_the_gpu(kernels, case, names):
     operands = rows.draw_8_bits(*case, names)
-    rows.assert_matches(rows.run(MMA, *operands), *operands)
+    rows.assert_matches(rows.run(kernels, *operands), *operands)
 
 
 @pytest.mark.gpu
@@ -267,15 +297,17 @@ def test_two_subclusters_serve_a_token_where_memory_is_short_on_the_gpu(active):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("case", [*prompt.CASES, *prompt.LARGE])
-def test_prompts_on_the_gpu(case, gated, dtype):
+@by_both
+def test_prompts_on_the_gpu(kernels, case, gated, dtype):
     operands = prompt.draw(*case, gated=gated, dtype=dtype)
-    prompt.assert_matches(jax.jit(MMA.dense_block)(*operands), *operands)
+    prompt.assert_matches(jax.jit(kernels.dense_block)(*operands), *operands)
 
 
 @pytest.mark.gpu
-def test_what_lies_outside_of_a_tile_is_not_read_on_the_gpu():
+@by_both
+def test_what_lies_outside_of_a_tile_is_not_read_on_the_gpu(kernels):
     """A token that is not finite leaves all others as they are."""
     x, w = gate.draw(TILE_TOKENS + 70, 192, 384, 0.01, jnp.bfloat16)
     x = x.at[3, 5].set(jnp.nan).at[200, 1].set(jnp.inf)
-    gate.assert_unions(jax.jit(MMA.gate_union)(x, w), x, w)
+    gate.assert_unions(jax.jit(kernels.gate_union)(x, w), x, w)
     assert np.isnan(np.asarray(x, np.float32)).sum() == 1

@@ -2,8 +2,8 @@
 
 TMA cannot gather rows on Hopper, so a warpgroup copies them by `cp.async`: `gather_rows` starts the
 copies, `await_rows` waits for them. The row indices are loaded from GMEM directly (`load_indices`),
-or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`read_indices`). A lane
-copies pieces of 8 rows, or of 4 where a stage has few (`lane_rows`), and has their indices.
+or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`read_indices`), or the
+rows are `consecutive`. A lane copies pieces of up to 8 rows (`lane_rows`), and has their indices.
 """
 
 import jax
@@ -30,7 +30,7 @@ def lane_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
     """The rows of a stage of this shape and dtype that a lane copies pieces of."""
     rows, columns = shape
     chunks = columns * jnp.dtype(dtype).itemsize // _CHUNK
-    return min(rows * chunks // _LANES, _TILE_ROWS)
+    return max(1, min(rows * chunks // _LANES, _TILE_ROWS))
 
 
 def _layout(rows: int):
@@ -74,6 +74,26 @@ def _indices(load: str, address: ir.Value, rows: int) -> mgpu.FragmentedArray:
         )
     ]
     return simt.int_array(words, _layout(rows))
+
+
+@primitive
+def consecutive(first: jax.Array, count: int, rows: int) -> jax.Array:
+    """The indices of `count` rows from `first` on, for `gather_rows`; `rows` of a lane."""
+    result = plgpu.ShapeDtypeStruct((rows * _LANES,), jnp.int32, layout=_layout(rows))
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=result)
+    def step(_, first):
+        group, _ = _group_and_chunk(rows, count)
+        mine = arith.addi(first.registers.item(), arith.muli(group, const(rows)))
+        return simt.int_array([arith.addi(mine, const(i)) for i in range(rows)], _layout(rows))
+
+    return step(first)
+
+
+@consecutive.in_jax
+def _(first, count, rows):
+    del rows
+    return first + jnp.arange(count, dtype=jnp.int32)
 
 
 @primitive
@@ -143,8 +163,8 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
       indices: from `load_indices` or `read_indices`; anything from limit on.
       limit: int32 scalar.
       column: int32 scalar, the first of 16 bytes.
-      target_ref: SMEM of 8 KB or more, 32, 64 or 128 rows of a power of two of bytes, 64 or more,
-        with transforms `tiled`.
+      target_ref: SMEM of 2 KB or more, 32 to 256 rows of a power of two of bytes, 32 or more, with
+        transforms `tiled`.
     """
     size = jnp.dtype(source_ref.dtype).itemsize
     count, columns = target_ref.shape
@@ -152,7 +172,7 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
     tile_chunks, chunks = row_bytes // _CHUNK, columns * size // _CHUNK
     rows = lane_rows(target_ref.shape, target_ref.dtype)
     width = _LANES * rows // count  # chunks of a row that the warpgroup copies in one pass
-    swizzle = {128: 0, 64: 1}[row_bytes]  # of a row's number, this bit and those above it
+    swizzle = {128: 0, 64: 1, 32: 2}[row_bytes]  # of a row's number, this bit and those above it
     d = source_ref.shape[1]
     target_type = plgpu.RefType(tiled(target_ref.dtype, columns))
 
@@ -220,7 +240,7 @@ def await_rows(*, lag: int) -> None:
     @plgpu.inline_mgpu()
     def step(_):
         mgpu.utils.inline_ptx(
-            f"cp.async.commit_group; cp.async.wait_group {lag}; fence.proxy.async.shared::cta;",
+            f"cp.async.commit_group; cp.async.wait_group {lag}; " + simt.proxy_fence(),
             has_side_effects=True,
         )
 
