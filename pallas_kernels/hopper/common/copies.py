@@ -1,7 +1,7 @@
 """Copies of tiles between GMEM and SMEM: by TMA, or by the threads of a warpgroup on GPUs without.
 
 A frame's producer fills a stage by `load`. By TMA a copy arrives at the stage's barrier by itself.
-By `cp.async` the producer does so some stages later, when the copies have ended (`hand_over`).
+By `cp.async` the producer does so a stage or more later, when the copies have ended (`hand_over`).
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def load(source, index: tuple, target, barrier) -> None:
       source: GMEM.
       index: scalars, and slices of the last two axes.
       target: SMEM, with transforms `tiled`.
-      barrier: of the stage.
+      barrier: of the stage; only TMA needs it.
     """
     if engine.current().has_tma:
         plgpu.copy_gmem_to_smem(source.at[index], target, barrier)

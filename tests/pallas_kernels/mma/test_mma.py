@@ -50,6 +50,7 @@ def test_gate_union_interpreted(kernels, dtype, interpreted):
     gate.assert_unions(out, x, w)
 
 
+@pytest.mark.sampled(1)
 @by_both
 def test_gate_pack_interpreted(kernels, interpreted):
     x, w, g = pack.draw(130, 320, 384, 0.1, jnp.bfloat16)
@@ -117,7 +118,7 @@ def test_prompts_interpreted(kernels, case, gated, interpreted):
         prompt.assert_matches(kernels.dense_block(*operands), *operands)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 65536), (4160, 65408)])
 def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
@@ -150,6 +151,7 @@ def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
         assert max(launch.smem for launch in found.values()) <= SHARED_BYTES
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False])
 def test_without_tma_kernels_need_nothing_of_hopper(gated, monkeypatch):
     monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
