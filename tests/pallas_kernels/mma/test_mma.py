@@ -118,37 +118,36 @@ def test_prompts_interpreted(kernels, case, gated, interpreted):
         prompt.assert_matches(kernels.dense_block(*operands), *operands)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 65536), (4160, 65408)])
-def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, gated):
-    """Of both passes, by unions with their gates in 8 bits or not, and of the other algorithms."""
-    w = jax.ShapeDtypeStruct((h, d), jnp.bfloat16)
-    block = Weights(w if gated else None, w, w)
-    calls = [
-        (4096, "hidden_grads", gradients(mosaic.sparse_gradients(MMA, RELU, 1.0, None, in_8_bits)))
-        for in_8_bits in (False, True)
-    ]
-    for tokens, kernel, algorithm in (
+@pytest.mark.parametrize(
+    ("tokens", "kernel", "algorithm"),
+    [
+        (4096, "hidden_grads", "unions"),
+        (4096, "hidden_grads", "float8"),
         (4096, "fused_ffn", "twell"),
         (1, "token_ffn", "few_tokens"),
         (17, "token_ffn", "few_tokens"),
         (64, "token_ffn", "few_tokens"),
         (65, "dense_block_up", "dense_block"),
         (1023, "dense_block_down", "dense_block"),
-    ):
-        forward = mosaic.dense_gradients(MMA, RELU, algorithm, None)
-        calls.append(
-            (tokens, kernel, lambda x, weights, forward=forward: forward(x, weights, None))
-        )
-    for tokens, kernel, call in calls:
-        x = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16)
-        with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000", (1,), ("x",))):
-            text = jax.jit(call).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
-        assert "mma.sync" in text and "wgmma" not in text
-        found = launches(text)
-        assert kernel in found
-        assert max(launch.smem for launch in found.values()) <= SHARED_BYTES
+    ],
+)
+@pytest.mark.parametrize(("d", "h"), [(128, 128), (2048, 5632), (8192, 65536), (4160, 65408)])
+def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, tokens, kernel, algorithm, gated):
+    """Of both passes, by unions with their gates in 8 bits or not, and of the other algorithms."""
+    x, w = (jax.ShapeDtypeStruct((n, d), jnp.bfloat16) for n in (tokens, h))
+    block = Weights(w if gated else None, w, w)
+    if kernel == "hidden_grads":
+        call = gradients(mosaic.sparse_gradients(MMA, RELU, 1.0, None, algorithm == "float8"))
+    else:
+        call = functools.partial(forward, algorithm)
+    with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000", (1,), ("x",))):
+        text = jax.jit(call).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mma.sync" in text and "wgmma" not in text
+    found = launches(text)
+    assert kernel in found
+    assert max(launch.smem for launch in found.values()) <= SHARED_BYTES
 
 
 @pytest.mark.sampled(1)
@@ -164,6 +163,10 @@ def test_without_tma_kernels_need_nothing_of_hopper(gated, monkeypatch):
     for later in "wgmma", "cp.async.bulk", "fence.proxy", "griddepcontrol", "setmaxnreg", "cluster":
         assert later not in text
     assert max(launch.smem for launch in launches(text).values()) <= SHARED_BYTES
+
+
+def forward(algorithm, x, weights):
+    return mosaic.dense_gradients(MMA, RELU, algorithm, None)(x, weights, None)
 
 
 def gradients(block):
