@@ -46,10 +46,10 @@ class Engine(abc.ABC):
       k_bytes: of the contracted axis in a stage of this ring and of that of `gathered_matmul`.
       staggered: whether consumers of `matmul` take turns at a stage.
       stages: of the ring of `gathered_matmul`.
-      slots: of 128 rows and columns in the pipeline of `dense_rows`.
-      slot_k: elements of the contracted axis in one of them.
+      slots: of 128 rows and columns in the pipeline of `dense_rows`, with `part` elements of the
+        contracted axis.
       sm_bytes: shared memory of an SM, of which the thread blocks of `token_ring` have shares.
-      has_tma: whether `copies` are TMA's; else threads make them by `cp.async`.
+      has_tma: whether there are clusters, and TMA for `copies`; else threads make copies.
     """
 
     ring_bytes: int
@@ -57,7 +57,6 @@ class Engine(abc.ABC):
     staggered: bool
     stages: int
     slots: int
-    slot_k: int
     sm_bytes: int
     has_tma: bool = True
 
@@ -200,7 +199,6 @@ WGMMA = _WGMMA(
     staggered=True,
     stages=4,
     slots=4,
-    slot_k=64,
     sm_bytes=228 << 10,
 )
 MMA = _MMA(
@@ -209,7 +207,6 @@ MMA = _MMA(
     staggered=False,
     stages=3,
     slots=2,
-    slot_k=32,
     sm_bytes=100 << 10,
 )
 

@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.common.simt import const, is_from_hopper_on
 from pallas_kernels.rectifiers import Rectifier
 
 _PAIR = {jnp.dtype(jnp.bfloat16): "bf16x2", jnp.dtype(jnp.float16): "f16x2"}
@@ -45,7 +45,7 @@ def _largest_at_most(threshold: float, dtype: jnp.dtype) -> int:
 
 def of_halves(operation: str, a: ir.Value, b: ir.Value) -> ir.Value:
     """The "min" or "max" of the unsigned halves of two words."""
-    if mgpu.utils.get_arch().major >= 9:
+    if is_from_hopper_on():
         return ptx(f"{operation}.u16x2 $0, $1, $2;", a, b)
     code = f"""{{.reg .b16 low, high, x, y; mov.b32 {{low, high}}, $1; mov.b32 {{x, y}}, $2;
         {operation}.u16 low, low, x; {operation}.u16 high, high, y; mov.b32 $0, {{low, high}};}}"""

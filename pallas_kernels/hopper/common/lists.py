@@ -98,7 +98,7 @@ def acquire() -> None:
     @plgpu.inline_mgpu()
     def step(_):
         mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-        if mgpu.utils.get_arch().major >= 9:
+        if simt.is_from_hopper_on():
             mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     step()

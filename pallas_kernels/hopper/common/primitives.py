@@ -19,6 +19,8 @@ from jax.experimental import io_callback
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common import simt
+
 
 @dataclasses.dataclass(frozen=True)
 class Interpretation:
@@ -116,7 +118,7 @@ def primitive[**P, R](on_device: Callable[P, R]) -> Primitive[P, R]:
 def _control(what: str) -> None:
     @plgpu.inline_mgpu()
     def step(_):
-        if mgpu.utils.get_arch().major >= 9:  # else kernels run one after the other
+        if simt.is_from_hopper_on():  # else kernels run one after the other
             mgpu.utils.inline_ptx(f"griddepcontrol.{what};", has_side_effects=True)
 
     step()

@@ -2,8 +2,8 @@
 
 TMA cannot gather rows on Hopper, so a warpgroup copies them by `cp.async`: `gather_rows` starts the
 copies, `await_rows` waits for them. The row indices are loaded from GMEM directly (`load_indices`),
-or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`read_indices`), or the
-rows are `consecutive`. A lane copies pieces of up to 8 rows (`lane_rows`), and has their indices.
+or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there, or the rows are
+`consecutive`. A lane copies pieces of up to 8 rows (`lane_rows`), and has their indices.
 """
 
 import jax
@@ -38,42 +38,47 @@ def _layout(rows: int):
 
 
 @primitive
-def load_indices(indices_ref, rows: int) -> jax.Array:
-    """Loads the row indices `indices_ref` (GMEM, int32 `[128]`) for `gather_rows`; `rows` of a
-    lane."""
+def load_indices(indices_ref, rows: int, *, fetched: bool = False) -> jax.Array:
+    """Loads row indices for `gather_rows`, those of a lane's `rows`.
+
+    Args:
+      indices_ref: GMEM, int32 `[128]`; or, if `fetched`, SMEM as `fetch_indices` fills it.
+      rows: of `lane_rows`.
+      fetched: whether they are in SMEM.
+    """
     result = plgpu.ShapeDtypeStruct((rows * _LANES,), jnp.int32, layout=_layout(rows))
     (count,) = indices_ref.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, indices_ref):
         group, _ = _group_and_chunk(rows, count)
-        address = simt.gmem_address(indices_ref, arith.muli(group, const(4 * rows)))
+        place = arith.muli(group, const(4 * rows))
+        if fetched:
+            load, address = "ld.shared", arith.addi(simt.smem_address(indices_ref), place)
+            _warp_barrier()  # other lanes' copies have to be visible
+        else:
+            load, address = "ld.global", simt.gmem_address(indices_ref, place)
         # Neither .nc nor pure: the load must start here, not later, where an index is first used,
         # nor earlier, before the last fence, which would wait for it.
-        return _indices("ld.global", address, rows)
+        words = [
+            word
+            for offset in range(0, 4 * rows, 16)
+            for word in mgpu.utils.inline_ptx(
+                f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+                address,
+                result_types=[ir.IntegerType.get_signless(32)] * 4,
+                has_side_effects=True,
+            )
+        ]
+        return simt.int_array(words, _layout(rows))
 
     return step(indices_ref)
 
 
 @load_indices.in_jax
-def _(indices_ref, rows):
-    del rows
+def _(indices_ref, rows, *, fetched=False):
+    del rows, fetched
     return indices_ref[...]
-
-
-def _indices(load: str, address: ir.Value, rows: int) -> mgpu.FragmentedArray:
-    i32 = ir.IntegerType.get_signless(32)
-    words = [
-        word
-        for offset in range(0, 4 * rows, 16)
-        for word in mgpu.utils.inline_ptx(
-            f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
-            address,
-            result_types=[i32] * 4,
-            has_side_effects=True,
-        )
-    ]
-    return simt.int_array(words, _layout(rows))
 
 
 @primitive
@@ -124,29 +129,6 @@ def _(indices_ref, target_ref, active):
         target_ref[...] = indices_ref[...]
 
 
-@primitive
-def read_indices(indices_ref, rows: int) -> jax.Array:
-    """Loads for `gather_rows` the indices that `fetch_indices` has copied to SMEM; `rows` of a
-    lane."""
-    result = plgpu.ShapeDtypeStruct((rows * _LANES,), jnp.int32, layout=_layout(rows))
-    (count,) = indices_ref.shape
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def step(_, indices_ref):
-        group, _ = _group_and_chunk(rows, count)
-        address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(4 * rows)))
-        _warp_barrier()  # other lanes' copies have to be visible
-        return _indices("ld.shared", address, rows)
-
-    return step(indices_ref)
-
-
-@read_indices.in_jax
-def _(indices_ref, rows):
-    del rows
-    return indices_ref[...]
-
-
 def _warp_barrier() -> None:
     mgpu.utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
 
@@ -160,7 +142,7 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
 
     Args:
       source_ref: GMEM `[H, D]`, 16-bit or 8-bit, rows of a multiple of 16 bytes.
-      indices: from `load_indices` or `read_indices`; anything from limit on.
+      indices: from `load_indices` or `consecutive`; anything from limit on.
       limit: int32 scalar.
       column: int32 scalar, the first of 16 bytes.
       target_ref: SMEM of 2 KB or more, 32 to 256 rows of a power of two of bytes, 32 or more, with

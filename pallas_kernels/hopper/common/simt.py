@@ -25,9 +25,14 @@ def thread() -> ir.Value:
     return arith.andi(mgpu.thread_idx(), const(127))
 
 
+def is_from_hopper_on() -> bool:
+    """Whether code is made for a GPU with TMA and programmatic dependent launch."""
+    return mgpu.utils.get_arch().major >= 9
+
+
 def proxy_fence() -> str:
     """What orders a thread's accesses to SMEM and those of TMA; nothing on GPUs without."""
-    return "fence.proxy.async.shared::cta;" if mgpu.utils.get_arch().major >= 9 else ""
+    return "fence.proxy.async.shared::cta;" if is_from_hopper_on() else ""
 
 
 def lane_and_warp() -> tuple[ir.Value, ir.Value]:

@@ -104,7 +104,7 @@ def dense_rows(
     )(weights.live, heavy.pending, heavy.count, [_factors(heavy.x, w) for w in weights.inner])
     scratch: dict = dict(y_smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _FEW), dtype, transforms=TILED))
     pair, clusters = 1, {}
-    if current().has_tma:  # and clusters
+    if current().has_tma:
         pair, clusters = _PAIR, dict(cluster=(_PAIR,), cluster_names=("part",))
         barrier = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS)
         scratch |= dict(few_smem=plgpu.SMEM((CONSUMERS, _PART_ROWS, _FEW), dtype), written=barrier)
@@ -234,7 +234,7 @@ class _Hidden:
             pairs = [operands(w, x_smem[w.dtype]) for w in smem[len(xs) :]]
             return [(Factor(w, 1), Factor(x, 1)) for w, x in pairs]
 
-        k, scratch = current().slot_k, self.smem.at[lax.axis_index("warpgroup")]
+        k, scratch = current().part, self.smem.at[lax.axis_index("warpgroup")]
         slots = current().slots * _BLOCK // size  # they have the same size in either case
         blocks = [(x, rows.start) for x in xs.values()]
         blocks += [(w, first_neuron) for _, w, _ in self.products]
@@ -382,7 +382,7 @@ class _Down:
 
 def _split(count):
     """1 if a list of `count` rows is short, else 0; and the blocks of rows of a longer list."""
-    if not current().has_tma:  # nor clusters
+    if not current().has_tma:
         return jnp.int32(0), pl.cdiv(count, _BLOCK)
     few = ((count > 0) & (count <= _FEW)).astype(jnp.int32)
     return few, jnp.where(count <= _FEW, 0, pl.cdiv(count, _BLOCK))

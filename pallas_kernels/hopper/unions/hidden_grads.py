@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import copies, engine, row_copies, support
+from pallas_kernels.hopper.common import copies, engine, support
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS
 from pallas_kernels.hopper.unions import gathered_matmul, list_entries
 from pallas_kernels.hopper.unions.union_up import Item, describe_item
@@ -149,8 +149,7 @@ def hidden_grads(
 
 def _produce(job, ring, step, operands):
     chunk, width = pl.ds(job.first, CHUNK_NEURONS), engine.current().part
-    lane_rows = row_copies.lane_rows(ring.a.shape[1:], ring.a.dtype)
-    indices = row_copies.load_indices(operands.neurons.at[job.tile, chunk], lane_rows)
+    indices = ring.load_indices(operands.neurons.at[job.tile, chunk])
 
     def put_part(part, step):
         for array in operands.arrays_of_a_part:

@@ -127,6 +127,11 @@ class Ring:
         """Steps between filling a stage and handing it over."""
         return self.stages // 2
 
+    def load_indices(self, indices_ref, *, fetched: bool = False) -> jax.Array:
+        """Loads the indices of a stage's rows; see `row_copies.load_indices`."""
+        rows = row_copies.lane_rows(self.a.shape[1:], self.a.dtype)
+        return row_copies.load_indices(indices_ref, rows, fetched=fetched)
+
     def in_16_bits(self) -> "Ring":
         """The same ring for stages whose rows are of 16 bits, whatever the others are."""
         return self if self.a_16 is None else dataclasses.replace(self, a=self.a_16)
@@ -153,11 +158,8 @@ class Ring:
         Returns:
           The next step.
         """
-        assert self.indices is not None  # a stage has as many rows of `a`
-        ahead, lane_rows = (
-            self.indices.shape[0],
-            row_copies.lane_rows(self.a.shape[1:], self.a.dtype),
-        )
+        assert self.indices is not None  # `a` has `part` rows in a stage
+        ahead = self.indices.shape[0]
         for k in range(ahead):
             row_copies.fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
         row_copies.await_rows(lag=0)
@@ -166,7 +168,7 @@ class Ring:
         def _(k):
             def fill_stage(a, b, loaded):
                 buffer = self.indices.at[lax.rem(k, jnp.int32(ahead))]
-                fill(k, row_copies.read_indices(buffer, lane_rows), a, b, loaded)
+                fill(k, self.load_indices(buffer, fetched=True), a, b, loaded)
                 row_copies.fetch_indices(source(k + ahead), buffer, k + ahead < steps)
 
             self.put(step + k, fill_stage)

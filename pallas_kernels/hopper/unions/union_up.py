@@ -143,10 +143,8 @@ def item_and_first_token(i, tokens):
 def _produce(tokens, job, ring, step, operands):
     i, tile, first, limit = job
     _, first_token = item_and_first_token(i, tokens)
-    lane_rows, width = row_copies.lane_rows(ring.a.shape[1:], ring.a.dtype), engine.current().part
-    indices = row_copies.load_indices(
-        operands.neurons.at[tile, pl.ds(first, CHUNK_NEURONS)], lane_rows
-    )
+    width = engine.current().part
+    indices = ring.load_indices(operands.neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
 
     def put_gates(part, step):
         def fill(a, _, loaded):
