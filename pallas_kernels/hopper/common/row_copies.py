@@ -28,9 +28,14 @@ _TILE_ROWS = 8  # of a tile of `tiled`, the most that a lane copies pieces of
 
 def lane_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
     """The rows of a stage of this shape and dtype that a lane copies pieces of."""
-    rows, columns = shape
+    count, columns = shape
     chunks = columns * jnp.dtype(dtype).itemsize // _CHUNK
-    return max(1, min(rows * chunks // _LANES, _TILE_ROWS))
+    return max(1, min(pl.next_power_of_2(count) * chunks // _LANES, _TILE_ROWS))
+
+
+def _lane_chunks(rows: int, count: int) -> int:
+    """Of `count` rows the chunks of a row that a warpgroup, each lane of `rows`, copies at once."""
+    return _LANES * rows // pl.next_power_of_2(count)
 
 
 def _layout(rows: int):
@@ -145,7 +150,7 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
       indices: from `load_indices` or `consecutive`; anything from limit on.
       limit: int32 scalar.
       column: int32 scalar, the first of 16 bytes.
-      target_ref: SMEM of 2 KB or more, 32 to 256 rows of a power of two of bytes, 32 or more, with
+      target_ref: SMEM, 8 to 256 rows, a multiple of 8, of a power of two of bytes, 32 or more, with
         transforms `tiled`.
     """
     size = jnp.dtype(source_ref.dtype).itemsize
@@ -153,7 +158,8 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
     row_bytes = min(columns * size, 128)  # of a tile
     tile_chunks, chunks = row_bytes // _CHUNK, columns * size // _CHUNK
     rows = lane_rows(target_ref.shape, target_ref.dtype)
-    width = _LANES * rows // count  # chunks of a row that the warpgroup copies in one pass
+    width = _lane_chunks(rows, count)
+    has_idle_lanes = width > chunks or _LANES * rows != width * count
     swizzle = {128: 0, 64: 1, 32: 2}[row_bytes]  # of a row's number, this bit and those above it
     d = source_ref.shape[1]
     target_type = plgpu.RefType(tiled(target_ref.dtype, columns))
@@ -163,6 +169,10 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
         group, first_chunk = _group_and_chunk(rows, count)
         first_row = arith.muli(group, const(rows))
         row_in_tile = arith.remui(first_row, const(_TILE_ROWS))
+        if has_idle_lanes:
+            is_busy = arith.andi(
+                simt.less(first_row, const(count)), simt.less(first_chunk, const(chunks))
+            )
         for part in range(0, chunks, width):
             chunk = arith.addi(first_chunk, const(part))
             # The target consists of tiles in row-major order; chunks of a row are swizzled.
@@ -189,12 +199,14 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
                         selp.b32 bytes, 16, 0, $3;
                         selp.b32 index, $2, 0, $3;
                         mad.wide.u32 address, index, {size * d}, $1;
+                        {"@$4" if has_idle_lanes else ""}
                         cp.async.cg.shared.global [$0 + {i * row_bytes}], [address], 16,
                         bytes;}}""",
                     arith.addi(place, arith.muli(my_chunk, const(_CHUNK))),
                     source,
                     mgpu.utils.bitcast(index, my_column.type),
                     arith.andi(is_row, is_column),
+                    *([is_busy] if has_idle_lanes else []),
                     has_side_effects=True,
                 )
 
@@ -211,7 +223,7 @@ def _(source_ref, indices, limit, column, target_ref):
 
 def _group_and_chunk(rows: int, count: int):
     """Of `count` rows the group of `rows` that this lane copies from, and its chunk of each."""
-    width, thread = const(_LANES * rows // count), simt.thread()
+    width, thread = const(_lane_chunks(rows, count)), simt.thread()
     return arith.divui(thread, width), arith.remui(thread, width)
 
 
