@@ -1,12 +1,12 @@
 """The kernels by `mma.sync` on a Hopper GPU, as GPUs without WGMMA would run them.
 
-    python -m benchmarks.engines [--out DIRECTORY]
+    python -m benchmarks.engines [--back-end MMA | Ampere] [--out DIRECTORY]
 
-"product" multiplies x with the gate's weights: by both engines of the kernels, each with an
-epilogue that stores the tile, by XLA and, where torch with CUDA is installed, by Triton without
-WGMMA. The block is that of unions, through `LAYERS` sets of weights; its baseline is the time of
-the three or nine products of its dense twin, each as the fastest by `mma.sync`. That of few tokens,
-which memory limits on any card, is compared with XLA's.
+"product" multiplies x with the gate's weights: by the engine of the back end and by Hopper's, each
+with an epilogue that stores the tile, by XLA and, where torch with CUDA is installed, by Triton
+without WGMMA and TMA. The block is that of unions, through `LAYERS` sets of weights; its baseline
+is the time of the three or nine products of its dense twin, each as the fastest by `mma.sync`. That
+of few tokens, which memory limits on any card, is compared with XLA's.
 """
 
 import os
@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from benchmarks import ffn, gradients, record
 from benchmarks.ffn import DTYPE, LAYERS, D, H, describe, draw
 from pallas_kernels.hopper.common import engine, matmul, versions
+from pallas_kernels.hopper.common.engine import Engine
 from pallas_kernels.hopper.common.tiles import ACC_ROWS
 from twell_jax import sparse_ffn
 from twell_jax.analysis import timing
@@ -34,20 +35,23 @@ except ModuleNotFoundError:
 
 M, FEW = 16384, (1, 8, 32)
 PATTERNS = {"recorded": 0, "skewed": 29}  # mean non-zeros, where they are drawn
-ENGINES = {"mma.sync": engine.MMA, "wgmma": engine.WGMMA}
+ENGINES = {"MMA": engine.MMA, "Ampere": engine.CP_ASYNC}  # by back end
 PRODUCTS = {"forward": 3, "forward and backward": 9}  # of the dense block
 EXACT = 256  # rows of a product that are compared
 
 
 def main() -> None:
-    os.environ["TWELL_JAX_BACK_END"] = "MMA"
-    args = record.parser(__doc__).parse_args()
-    record.write_as_they_come("engines", measure(), args.out)
+    parser = record.parser(__doc__)
+    parser.add_argument("--back-end", choices=ENGINES, default="MMA")
+    args = parser.parse_args()
+    os.environ["TWELL_JAX_BACK_END"] = args.back_end
+    name = "engines" if args.back_end == "MMA" else f"engines-{args.back_end.lower()}"
+    record.write_as_they_come(name, measure(args.back_end), args.out)
 
 
-def measure(m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:
+def measure(back_end: str, m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:
     """Yields the rows of products, then those of blocks, those of few tokens last."""
-    found = list(products(m, d, h))
+    found = list(products(ENGINES[back_end], m, d, h))
     yield from found
     fastest = min(row["ms"] for row in found if "mma.sync" in row["implementation"])
     for pattern, nnz in PATTERNS.items():
@@ -58,13 +62,13 @@ def measure(m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:
                 "baseline_ms": baseline,
                 "speedup": baseline / row["ms"],
             }
-    for tokens in FEW:
+    for tokens in FEW if ENGINES[back_end].has_tma else ():  # else there are no kernels of them
         case = {"m": tokens, "pattern": "skewed", "nnz": PATTERNS["skewed"], "d": d, "h": h}
         for row in ffn.measure(**case, only_mosaic=True):
             yield row if "failed" in row else row | {"errors": [row["error"]]}
 
 
-def products(m: int, d: int, h: int) -> Iterator[dict[str, Any]]:
+def products(of_back_end: Engine, m: int, d: int, h: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each implementation, those of Triton last."""
     x, ((w, *_), *_) = draw(m, "skewed", 29, 1, 0, True, d=d, h=h)
     some = x[:EXACT].astype(jnp.float32)
@@ -77,8 +81,10 @@ def products(m: int, d: int, h: int) -> Iterator[dict[str, Any]]:
         return case | {"implementation": name, "errors": [error], "tflop_per_s": rate} | measured
 
     calls: dict[str, Callable] = {
-        name: engine.by(how, product) for name, how in ENGINES.items()
-    } | {"xla": lambda x, w: jnp.dot(x, w.T)}
+        "mma.sync": engine.by(of_back_end, product),
+        "wgmma": engine.by(engine.WGMMA, product),
+        "xla": lambda x, w: jnp.dot(x, w.T),
+    }
     for name, call in calls.items():
         run = jax.jit(call)
         yield row(name, run(x, w), {"ms": timing.milliseconds(run, x, w, calls=8)})

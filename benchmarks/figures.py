@@ -261,7 +261,7 @@ def _few(m: int, nnz: float) -> Figure:
 
 def _by_mma(direction: str, pattern: str, products: int) -> Figure:
     """How many times as fast a block is as its dense twin's products, by the fastest `mma.sync`."""
-    row = {"direction": direction, "pattern": pattern, "implementation": "mosaic"}
+    row = {"direction": direction, "pattern": pattern, "implementation": "mosaic", "m": 16384}
     by_mma = {"direction": "product", "implementation": lambda name: "mma.sync" in name}
     fastest, block = least(ENGINES, by_mma, "ms"), value(ENGINES, row, "ms")
     return Figure(lambda records: products * fastest(records) / block(records))
@@ -344,6 +344,10 @@ _BLOCKS = {
             ("both", "forward and backward", 9),
         )
         for pattern in ("recorded", "skewed")
+    },
+    **{
+        f"engine-few-{m}": Figure(value(ENGINES, {"m": m, "implementation": "mosaic"}, "speedup"))
+        for m in (1, 8, 32)
     },
     "exceeded-least": Figure(least(GRADIENTS, {"gradient_capacity": (0.5).__eq__}, "speedup")),
     "gradients-loss": Figure(

@@ -82,8 +82,7 @@ REMARKS = {
             ("-32", 32, " The run ended before FSDP."),
         )
     },
-    "engines-nvidia-h200-20261130": _REBASED.format("65eecd4", "edfd2f5") + " Tests ran on the "
-    "other GPU.",
+    "engines-nvidia-h200-20261130-2": "Tests ran on the other GPU.",
     "gradients-nvidia-h200-20261130": _REBASED.format("1d0b09c", "761e62e") + " It ended "
     "before the block without a gate by use. Other programs ran on the other GPU.",
     "torch_scoring-nvidia-h200-20261129-3": "The block's benchmark and tests ran on the other GPU.",

@@ -49,6 +49,9 @@ class BlockKernels(Protocol):
     def unsupported(self, w: Array | jax.ShapeDtypeStruct) -> str | None:
         """Why the back end cannot serve a block with a weight `[H, D]` here; None if it can."""
 
+    def no_8_bits(self) -> str | None:
+        """Why the back end, which serves here, multiplies no 8-bit floats; None if it does."""
+
     def few_tokens_ffn(
         self, x: Array, weights: Weights, rectifier: Rectifier = RELU
     ) -> tuple[Array, Array, Array, Array]:

@@ -13,6 +13,9 @@ BACK_ENDS = [
     pytest.param(MMA, id="mma", marks=pytest.mark.gpu),
     pytest.param(AMPERE, id="ampere", marks=pytest.mark.gpu),
 ]
+by_each_that_decodes = pytest.mark.parametrize(
+    "back_end", [param for param in BACK_ENDS if param.values[0].decodes], indirect=True
+)
 
 
 class _Changed:

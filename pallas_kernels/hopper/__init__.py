@@ -6,7 +6,7 @@ packed formats, `transformer` what lies around the block; `common` is what they 
 """
 
 from pallas_kernels.hopper.common.round_tokens import round_tokens
-from pallas_kernels.hopper.common.support import unsupported
+from pallas_kernels.hopper.common.support import no_8_bits, unsupported
 from pallas_kernels.hopper.decode.few_tokens import few_tokens_ffn
 from pallas_kernels.hopper.decode.one_launch.call import has_room
 from pallas_kernels.hopper.decode.step import decode_layers
@@ -40,6 +40,7 @@ __all__ = [
     "hidden_grads",
     "name",
     "neuron_lists",
+    "no_8_bits",
     "norm_grads",
     "place_rows",
     "project",

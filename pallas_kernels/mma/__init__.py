@@ -12,6 +12,7 @@ from pallas_kernels.hopper.common.engine import MMA, by
 
 fused_ffn = hopper.fused_ffn
 neuron_lists = hopper.neuron_lists
+no_8_bits = hopper.no_8_bits
 norm_grads = hopper.norm_grads
 place_rows = hopper.place_rows
 round_both = hopper.round_both
@@ -44,4 +45,4 @@ def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     Args:
       w: `[H, D]`, any of the block's weights.
     """
-    return support.unsupported_by((9, 12), "a Hopper GPU or, of Blackwell, an RTX GPU", w)
+    return support.unsupported_by((9, 12), "a Hopper or RTX Blackwell GPU", w)

@@ -8,7 +8,7 @@ from pallas_kernels.quantised import rounded as round_tokens
 from pallas_kernels.reference.decode import decode_layers, few_tokens_ffn, has_room, project
 from pallas_kernels.reference.dense import dense_block, dense_rows, place_rows
 from pallas_kernels.reference.gradients import hidden_grads, neuron_lists, weight_grads
-from pallas_kernels.reference.support import unsupported
+from pallas_kernels.reference.support import no_8_bits, unsupported
 from pallas_kernels.reference.transformer import norm_grads, round_both, transposed
 from pallas_kernels.reference.twell import fused_ffn, gate_pack
 from pallas_kernels.reference.unions import gate_union, union_down, union_plan, union_up
@@ -26,6 +26,7 @@ __all__ = [
     "hidden_grads",
     "name",
     "neuron_lists",
+    "no_8_bits",
     "norm_grads",
     "place_rows",
     "project",

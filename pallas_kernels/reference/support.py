@@ -16,3 +16,7 @@ def unsupported(w):
     except ValueError as error:
         return str(error)
     return None
+
+
+def no_8_bits():
+    """None: any device multiplies the rounded operands."""

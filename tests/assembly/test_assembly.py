@@ -78,13 +78,22 @@ def forward(kernels, algorithm, x, weights):
     return mosaic.dense_gradients(kernels, RELU, algorithm, None)(x, weights, None)
 
 
+def around_blocks(kernels, x, weights):
+    """What lies around blocks, in 16 bits."""
+    grads = kernels.norm_grads(x, x, x, x[0].astype(jnp.float32), eps=1e-6)
+    return grads, kernels.transposed(weights.down)
+
+
 FORMS = True, False  # gated or not
-PROGRAMS = {  # tokens, and what is computed
+BLOCKS = {  # tokens, and what is computed
     "unions": (4096, lambda kernels: functools.partial(passes, kernels, False)),
     "float8": (4096, lambda kernels: functools.partial(passes, kernels, True)),
     "twell": (4096, lambda kernels: functools.partial(forward, kernels, "twell")),
     "few_tokens": (8, lambda kernels: functools.partial(forward, kernels, "few_tokens")),
     "dense_block": (512, lambda kernels: functools.partial(forward, kernels, "dense_block")),
+}
+PROGRAMS = BLOCKS | {
+    "around_blocks": (4096, lambda kernels: functools.partial(around_blocks, kernels)),
 }
 
 
@@ -125,8 +134,9 @@ def assemble(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arch", "name", "gated"),
     [
-        *((arch, name, gated) for arch in ("90a", "120a") for name in PROGRAMS for gated in FORMS),
+        *((arch, name, gated) for arch in ("90a", "120a") for name in BLOCKS for gated in FORMS),
         *(("80", name, gated) for name in ("unions", "twell", "dense_block") for gated in FORMS),
+        ("80", "around_blocks", True),
         ("86", "unions", True),
         ("89", "unions", True),
         ("89", "float8", True),

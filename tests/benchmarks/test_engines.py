@@ -19,7 +19,7 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     monkeypatch.setattr(engines, "PATTERNS", {"skewed": 10})
     monkeypatch.setattr(engines, "FEW", (3,))
     monkeypatch.setattr(engines, "product", lambda x, w: jnp.dot(x, w.T))
-    rows = list(engines.measure(m=256, d=128, h=256))
+    rows = list(engines.measure("MMA", m=256, d=128, h=256))
     products, blocks, few = rows[:3], rows[3:-2], rows[-2:]
     assert [row["implementation"] for row in products] == ["mma.sync", "wgmma", "xla"]
     assert all(row["tflop_per_s"] > 0 for row in products)
@@ -38,12 +38,16 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     assert lines.count("mma.sync") == 4
 
 
-def test_it_forces_the_back_end(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "back_end", "of"),
+    [([], "MMA", ""), (["--back-end", "Ampere"], "Ampere", "ampere-")],
+)
+def test_it_forces_the_back_end(options, back_end, of, monkeypatch, tmp_path):
     monkeypatch.delenv(NAME, raising=False)
-    monkeypatch.setattr(engines, "measure", lambda: iter([{"forced": os.environ.get(NAME)}]))
-    monkeypatch.setattr("sys.argv", ["engines", "--out", str(tmp_path)])
+    monkeypatch.setattr(engines, "measure", lambda name: iter([{name: os.environ.get(NAME)}]))
+    monkeypatch.setattr("sys.argv", ["engines", *options, "--out", str(tmp_path)])
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", dict(os.environ))
         engines.main()
-    (path,) = tmp_path.glob("engines-*.json")
-    assert json.loads(path.read_text())["rows"] == [{"forced": "MMA"}]
+    (path,) = tmp_path.glob(f"engines-{of}*.json")
+    assert json.loads(path.read_text())["rows"] == [{back_end: back_end}]

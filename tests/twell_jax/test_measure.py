@@ -79,7 +79,8 @@ def test_without_a_gpu_it_says_so_at_once():
     if jax.default_backend() == "gpu":
         pytest.skip("there is one")
     with pytest.raises(
-        SystemExit, match=r"^error: it needs a Hopper GPU or, of Blackwell, an RTX GPU, got cpu$"
+        SystemExit,
+        match=r"^error: it needs an Ampere, Ada, Hopper or RTX Blackwell GPU, got cpu$",
     ):
         measure.main(["2048", "5632"])
 
@@ -226,7 +227,10 @@ def test_a_carried_argument_is_that_of_the_call_before():
         (lambda model: [*model, "--dtype", "float16"], "--no-gate and --dtype are for a block, "),
         (lambda model: [model[0], "--text", "none.txt"], "No such file or directory: 'none.txt'"),
         (lambda model: ["/none", *model[1:]], "'/none': there is no such directory"),
-        (lambda model: model, "it needs a Hopper GPU or, of Blackwell, an RTX GPU, got cpu"),
+        (
+            lambda model: model,
+            "it needs an Ampere, Ada, Hopper or RTX Blackwell GPU, got cpu",
+        ),
     ],
 )
 def test_what_cannot_be_timed_is_named(model, change, says, capsys):

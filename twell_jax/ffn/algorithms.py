@@ -42,6 +42,8 @@ class Case:
       back_end: the name of the kernels that have a block of these widths, in the dtype of x, on
         this device; None if no kernels do.
       no_back_end: in this case, why not.
+      no_8_bits: why these kernels cannot multiply 8-bit floats that the call has; None if they can,
+        or if it has none.
     """
 
     tokens: int
@@ -57,6 +59,7 @@ class Case:
     devices: Devices = ONE_DEVICE
     back_end: str | None = None
     no_back_end: str | None = None
+    no_8_bits: str | None = None
 
     @property
     def tokens_here(self) -> int:
@@ -165,6 +168,8 @@ def _kernels(case: Case, sparse: bool) -> str | None:
         return why
     if case.back_end is None:
         return case.no_back_end
+    if case.no_8_bits is not None:
+        return case.no_8_bits
     if case.sequence is not None and case.tokens_here % case.sequence:
         return "a device would have parts of the windows of a sequence"
     if devices.tokens * devices.neurons > 1 and devices.explicit_in_shard_map:

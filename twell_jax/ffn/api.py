@@ -251,6 +251,8 @@ def select(call: Call) -> Selection:
     x, weights, windows = call.x, call.weights, call.windows
     kernels, no_back_end = dispatch.back_end(_like_down(call))
     named = {"gate": weights.gate, "up": weights.up, "down": weights.down}
+    quantised = tuple(name for name, w in named.items() if isinstance(w, Quantised))
+    in_8_bits = call.in_8_bits or bool(quantised)
     case = Case(
         tokens=x.size // x.shape[-1],
         width=x.shape[-1],
@@ -258,13 +260,14 @@ def select(call: Call) -> Selection:
         gated=weights.gate is not None,
         activation=call.activation,
         biases=any(b is not None for b in call.biases),
-        quantised=tuple(name for name, w in named.items() if isinstance(w, Quantised)),
+        quantised=quantised,
         live=weights.live is not None,
         sequence=None if windows is None else x.shape[-2],
         documents=windows is not None and windows.documents is not None,
         devices=partition.devices(),
         back_end=None if kernels is None else kernels.name,
         no_back_end=no_back_end,
+        no_8_bits=kernels.no_8_bits() if kernels is not None and in_8_bits else None,
     )
     return dispatch.select(case, call.request, dispatch.measured_here(case, x.dtype))
 

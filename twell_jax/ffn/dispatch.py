@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import current
-from pallas_kernels.kernels import HOPPER, MAX_FEW_TOKENS, MMA, Kernels
+from pallas_kernels.kernels import AMPERE, HOPPER, MAX_FEW_TOKENS, MMA, Kernels
 from twell_jax.ffn import measured
 from twell_jax.ffn.algorithms import ALGORITHMS, Case, Request
 from twell_jax.ffn.measured import Block, Measured
 
 # The first that can serve is implementation="mosaic", and the last says what none serves. The
 # environment may name one, for tests.
-BACK_ENDS: tuple[Kernels, ...] = (HOPPER, MMA)
+BACK_ENDS: tuple[Kernels, ...] = (HOPPER, MMA, AMPERE)
 _VARIABLE = "TWELL_JAX_BACK_END"
 
 MANY_TOKENS = 1024  # enough to fill a GPU

@@ -13,9 +13,16 @@ from pallas_kernels.layouts import twell
 from pallas_kernels.quantised import E4M3, Operand, Quantised
 from pallas_kernels.weights import DTYPES
 
-# What is in names of devices, by the major number of their compute capability; H20: H200, too. An
-# "RTX 5000 Ada" is older than its number.
-_NAMES = {9: r"H100|H20|H800", 12: r"RTX PRO|RTX 50[5-9]0|\bGB10\b"}
+# What is in names of devices, by their compute capability; H20: H200, too. An "RTX 5000 Ada" is
+# older than its number.
+_NAMES = {
+    (8, 0): r"\bA(?:100|800|30)X?\b",
+    (8, 6): r"\bA(?:2|10G?|16|40)\b|RTX A\d|RTX 30[5-9]0",
+    (8, 9): r"\bL(?:2|4|20|40S?)\b|RTX 40[5-9]0|RTX \d{4} (?:\w+ )?Ada",
+    (9, 0): r"H100|H20|H800",
+    (12, 0): r"RTX PRO|RTX 50[5-9]0|\bGB10\b",
+}
+_HAS_8_BITS = 8, 9  # and all later ones
 
 # With these XLA may run two kernels of a program at the same time. They could share a counter: see
 # `gathered_matmul`.
@@ -39,8 +46,8 @@ def unsupported_by(
     majors: tuple[int, ...], needed: str, w: jax.Array | jax.ShapeDtypeStruct
 ) -> str | None:
     """Why kernels for devices of these compute capabilities, `needed` in words, cannot serve."""
-    kind, major = _device()
-    if major not in majors:  # other weights would not help
+    kind, capability = _device()
+    if capability is None or capability[0] not in majors:  # other weights would not help
         return f"it needs {needed}, got {kind}"
     try:
         check_weight("w_down", w)
@@ -49,6 +56,14 @@ def unsupported_by(
     for flag in os.environ.get("XLA_FLAGS", "").split():
         if flag.lower() in _CONCURRENT:
             return f"its kernels must run one after the other: take {flag} out of XLA_FLAGS"
+    return None
+
+
+def no_8_bits() -> str | None:
+    """Why kernels multiply no 8-bit floats on this device, which they serve; None if they do."""
+    kind, capability = _device()
+    if capability is not None and capability < _HAS_8_BITS:
+        return f"{kind} does not multiply 8-bit floats"
     return None
 
 
@@ -136,13 +151,12 @@ def check_tokens(x: jax.Array) -> None:
         )
 
 
-def _device() -> tuple[str, int | None]:
-    """The name of the device that is run on, or lowered for, and its major compute capability; None
-    if it is no GPU or, of one that is not there, not known."""
+def _device() -> tuple[str, tuple[int, ...] | None]:
+    """The name of the device that is run on, or lowered for, and its compute capability; None if it
+    is no GPU of NVIDIA or, of one that is not there, not known."""
     device = current()
     kind = device.device_kind
     if isinstance(device, AbstractDevice):
-        known = (major for major, names in _NAMES.items() if re.search(names, kind))
-        return kind, next(known, None)
-    major = getattr(device, "compute_capability", "").partition(".")[0]  # of AMD: "gfx942"
-    return kind, int(major) if major.isdigit() else None
+        return kind, next((of for of, names in _NAMES.items() if re.search(names, kind)), None)
+    numbers = getattr(device, "compute_capability", "").split(".")  # of AMD: "gfx942"
+    return kind, tuple(map(int, numbers)) if numbers[0].isdigit() else None

@@ -193,7 +193,7 @@ def test_the_environment_names_a_back_end(monkeypatch):
         monkeypatch.setenv("TWELL_JAX_BACK_END", "MMA")
         assert dispatch.back_end(w) == (MMA, None)
     monkeypatch.setenv("TWELL_JAX_BACK_END", "mma")
-    with pytest.raises(ValueError, match="TWELL_JAX_BACK_END must be one of Hopper, MMA, got 'mm"):
+    with pytest.raises(ValueError, match="must be one of Hopper, MMA, Ampere, got 'mm"):
         dispatch.back_end(w)
 
 

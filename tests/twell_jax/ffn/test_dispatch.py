@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks.record import RESULTS
 from pallas_kernels.kernels import REFERENCE
+from pallas_kernels.quantised import E4M3, Quantised
 from tests.back_ends import changed
 from tests.devices import H100, abstract_gpu
 from tests.equations import kernel_calls
@@ -234,7 +236,7 @@ def test_what_contradicts_itself_is_named_with_a_way_out(named, says):
 )
 def test_what_cannot_be_had_says_what_was_named_and_why(named):
     ((name, value),) = named.items()
-    says = f"^{name}='{value}' cannot serve: it needs a Hopper GPU or, of Blackwell, an RTX GPU, "
+    says = f"^{name}='{value}' cannot serve: it needs an Ampere, Ada, Hopper or RTX Blackwell GPU, "
     says += "got NVIDIA B200; leave it out$"
     with pytest.raises(CannotServe, match=says):
         algorithm(2048, gpu=abstract_gpu("NVIDIA B200"), **named)
@@ -252,7 +254,7 @@ def test_explain_says_which_rule_serves_and_why_not_those_before():
     no_live = "not dense_block: its kernels compute all neurons; those of unions take live"
     assert no_live in with_live
     assert "not dense_block: D is 4096, and it was measured to gain from 1 to 2048\n" in wide
-    with pytest.raises(CannotServe, match="needs a Hopper GPU"):
+    with pytest.raises(CannotServe, match="needs an Ampere, Ada, Hopper or RTX Blackwell GPU"):
         explain(*shapes(4096), implementation="mosaic")
     with pytest.raises(ValueError, match="w_up must be"):
         explain(shapes(4)[0], None, shapes(4)[0], shapes(4)[1])
@@ -311,19 +313,58 @@ def test_hopper_gpus_are_known_by_name(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["RTX PRO 6000 Blackwell Server Edition", "GeForce RTX 5090", "GeForce RTX 5060 Ti", "GB10"],
+    ("name", "serves"),
+    [
+        ("RTX PRO 6000 Blackwell Server Edition", "MMA"),
+        ("GeForce RTX 5090", "MMA"),
+        ("GeForce RTX 5060 Ti", "MMA"),
+        ("GB10", "MMA"),
+        ("A100-SXM4-80GB", "Ampere"),
+        ("A10G", "Ampere"),
+        ("RTX A6000", "Ampere"),
+        ("GeForce RTX 3090", "Ampere"),
+        ("GeForce RTX 4090", "Ampere"),
+        ("RTX 5000 Ada Generation", "Ampere"),
+        ("RTX 4000 SFF Ada Generation", "Ampere"),
+        ("L40S", "Ampere"),
+    ],
 )
-def test_blackwells_rtx_gpus_are_known_by_name(name):
+def test_gpus_that_nobody_measured_are_known_by_name(name, serves):
     gpu = abstract_gpu(f"NVIDIA {name}")
     assert algorithm(2048, gpu=gpu) == "dense"
     assert algorithm(2048, gpu=gpu, implementation="mosaic") == "unions"
+    with jax.sharding.use_abstract_mesh(gpu):
+        kernels, _ = dispatch.back_end(jax.ShapeDtypeStruct((512, 256), jnp.bfloat16))
+        assert kernels.name == serves
+
+
+@pytest.mark.parametrize(
+    ("name", "in_8_bits"),
+    [("A100-SXM4-80GB", "dense"), ("GeForce RTX 3090", "dense"), ("L40S", "unions")],
+)
+def test_kernels_of_cards_that_multiply_no_8_bit_floats_get_none(name, in_8_bits):
+    """ptxas would refuse their programs."""
+    gpu, (x, gate, up, down) = abstract_gpu(f"NVIDIA {name}"), shapes(2048)
+    values = jax.ShapeDtypeStruct(gate.shape, E4M3)
+    scale = jax.ShapeDtypeStruct((values.shape[0], 1), "float32")
+    says = f"cannot serve: NVIDIA {name} does not multiply 8-bit floats; leave it out$"
+    with jax.sharding.use_abstract_mesh(gpu):
+        for call in (
+            partial(explain, x, Quantised(values, scale), up, down),
+            partial(explain, x, gate, up, down, matmul_dtype="float8"),
+        ):
+            if in_8_bits == "unions":
+                assert "unions, by mosaic" in call(implementation="mosaic")
+            else:
+                with pytest.raises(CannotServe, match=says):
+                    call(implementation="mosaic")
+                assert "dense, by xla" in call()
 
 
 @pytest.mark.parametrize("tokens", [4, 2048])
 @pytest.mark.parametrize(
     "name",
-    ["A100-SXM4-80GB", "B200", "GB200", "B300 SXM6 AC", "GB300", "RTX 5000 Ada Generation"],
+    ["Tesla T4", "Quadro RTX 5000", "B200", "GB200", "B300 SXM6 AC", "GB300"],
 )
 def test_other_gpus_get_no_kernels(name, tokens):
     """An abstract device has no compute capability, and Mosaic then takes it for a Hopper GPU."""
@@ -331,14 +372,16 @@ def test_other_gpus_get_no_kernels(name, tokens):
         assert kernel_calls(sparse_ffn, *shapes(tokens)) > 0
     with jax.sharding.use_abstract_mesh(abstract_gpu(f"NVIDIA {name}")):
         assert kernel_calls(sparse_ffn, *shapes(tokens)) == 0
-        with pytest.raises(CannotServe, match=f"it needs a .*, got NVIDIA {name}; leave it out$"):
+        with pytest.raises(CannotServe, match=f"it needs an .*, got NVIDIA {name}; leave it out$"):
             explain(*shapes(tokens), implementation="mosaic")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a Hopper GPU can serve it")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])  # the latter suits no kernel
 def test_says_that_there_is_no_gpu(dtype):
-    with pytest.raises(CannotServe, match=r"'mosaic' cannot serve: it needs a Hopper .*, got cpu"):
+    with pytest.raises(
+        CannotServe, match=r"'mosaic' cannot serve: it needs an Ampere, .*, got cpu"
+    ):
         explain(*shapes(4, dtype=dtype), implementation="mosaic")
 
 

@@ -56,9 +56,9 @@ def test_explain_answers_for_a_card_that_is_not_here():
     assert "unions, by mosaic" in explain(*shapes(4096), device="h200")
     with jax.sharding.use_abstract_mesh(H100):
         assert "unions, by mosaic" in explain(*shapes(4096))
-        assert "got NVIDIA A100\n" in explain(*shapes(4096), device="NVIDIA A100")
-    assert "got NVIDIA GeForce RTX 4090\n" in explain(
-        *shapes(4096), device="NVIDIA GeForce RTX 4090"
+        assert "got NVIDIA B200\n" in explain(*shapes(4096), device="NVIDIA B200")
+    assert "not unions: measured for Hopper alone\n" in explain(
+        *shapes(4096), device="NVIDIA A100-SXM4-80GB"
     )
     split = abstract_gpu("NVIDIA B200", (2, 1))
     with jax.sharding.use_abstract_mesh(split):  # whose axes stay
@@ -103,7 +103,8 @@ def test_explain_takes_a_module():
         ({"dtype": jnp.float16}, "python -m twell_jax.measure 3072 8192 --dtype float16"),
         ({"d": 2048, "h": 5632, "device": "NVIDIA H20"}, "python -m twell_jax.measure 2048 5632"),
         ({"d": 2048, "h": 5632}, None),  # of which there are records
-        ({"device": "NVIDIA A100-SXM4-80GB"}, None),
+        ({"device": "NVIDIA A100-SXM4-80GB"}, "python -m twell_jax.measure 3072 8192"),
+        ({"device": "NVIDIA B200"}, None),
         ({"dtype": jnp.float32}, None),
         ({"activation": "silu"}, None),
         ({"implementation": "mosaic"}, None),

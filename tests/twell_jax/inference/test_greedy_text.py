@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.back_ends import by_each_that_decodes
 from tests.twell_jax import drawn
 from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -65,6 +66,7 @@ def continued(model, prompts=PROMPTS):
 
 
 @pytest.mark.slow
+@by_each_that_decodes
 @pytest.mark.parametrize("ffn", ["mosaic", "xla"])
 def test_text_is_that_of_the_dense_model_in_float32(trained, ffn):
     expected = continued(trained)
@@ -74,6 +76,7 @@ def test_text_is_that_of_the_dense_model_in_float32(trained, ffn):
 
 
 @pytest.mark.slow
+@by_each_that_decodes
 def test_a_text_does_not_depend_on_the_prompts_beside_it(trained):
     model = by_kernels(trained, "mosaic")
     together = continued(model)

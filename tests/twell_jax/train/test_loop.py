@@ -177,7 +177,7 @@ def test_a_plan_follows_from_the_newest_half_of_the_steps_and_from_every_overflo
 
 
 ONE = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
-SAYS = "it needs a Hopper GPU or, of Blackwell, an RTX GPU, got cpu; here all gradients are dense"
+SAYS = "it needs an Ampere, Ada, Hopper or RTX Blackwell GPU, got cpu; here all gradients are dense"
 
 
 def test_a_plan_of_sparse_gradients_that_cannot_be_computed_is_one_warning(caplog):
@@ -197,7 +197,7 @@ def test_sparse_gradients_that_cannot_be_computed_are_one_warning(caplog):
 @pytest.mark.parametrize("asked", ["sparse_gradients_every=10", "model.ffn_gradients=sparse"])
 def test_kernels_that_are_asked_for_are_never_left_out(asked):
     settings = config.load("tiny", [asked, "model.ffn_implementation=mosaic"])
-    with pytest.raises(CannotServe, match="Hopper GPU"):
+    with pytest.raises(CannotServe, match="Blackwell GPU"):
         first_plan(*with_gradients_served(settings, 0, ONE))
 
 

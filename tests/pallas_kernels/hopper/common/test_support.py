@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.hopper.common import support
-from pallas_kernels.kernels import HOPPER, MMA
+from pallas_kernels.kernels import AMPERE, HOPPER, MMA
 from pallas_kernels.quantised import E4M3, Quantised
 from tests.devices import H100
 
@@ -35,9 +35,10 @@ def test_kernels_that_run_at_the_same_time_are_refused(monkeypatch, flag):
 @pytest.mark.parametrize(
     ("kind", "capability", "serves"),
     [
-        ("NVIDIA H200", "9.0", ["Hopper", "MMA"]),
-        ("NVIDIA GeForce RTX 5090", "12.0", ["MMA"]),
-        ("NVIDIA A100-SXM4-80GB", "8.0", []),
+        ("NVIDIA H200", "9.0", ["Hopper", "MMA", "Ampere"]),
+        ("NVIDIA GeForce RTX 5090", "12.0", ["MMA", "Ampere"]),
+        ("NVIDIA A100-SXM4-80GB", "8.0", ["Ampere"]),
+        ("Tesla T4", "7.5", []),
         ("NVIDIA B200", "10.0", []),
         ("AMD Instinct MI300X", "gfx942", []),
     ],
@@ -45,7 +46,8 @@ def test_kernels_that_run_at_the_same_time_are_refused(monkeypatch, flag):
 def test_gpus_are_known_by_their_compute_capability(monkeypatch, kind, capability, serves):
     gpu = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
     monkeypatch.setattr(support, "current", lambda: gpu)
-    assert [kernels.name for kernels in (HOPPER, MMA) if not kernels.unsupported(W)] == serves
+    found = [kernels.name for kernels in (HOPPER, MMA, AMPERE) if not kernels.unsupported(W)]
+    assert found == serves
     assert serves or HOPPER.unsupported(W) == f"it needs a Hopper GPU, got {kind}"
 
 
