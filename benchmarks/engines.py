@@ -62,7 +62,7 @@ def measure(back_end: str, m: int = M, d: int = D, h: int = H) -> Iterator[dict[
                 "baseline_ms": baseline,
                 "speedup": baseline / row["ms"],
             }
-    for tokens in FEW if ENGINES[back_end].has_tma else ():  # else there are no kernels of them
+    for tokens in FEW:
         case = {"m": tokens, "pattern": "skewed", "nnz": PATTERNS["skewed"], "d": d, "h": h}
         for row in ffn.measure(**case, only_mosaic=True):
             yield row if "failed" in row else row | {"errors": [row["error"]]}

@@ -1,13 +1,14 @@
 """A back end for GPUs without TMA and clusters, such as A100, RTX 30 and RTX 40: Hopper's kernels
 of the block, by `mma.sync` and `cp.async`, in 99 KB of shared memory.
 
-It runs on Hopper GPUs, too, where it is tested. Blocks of few tokens are dense, by the reference.
-XLA decodes.
+It runs on Hopper GPUs, too, where it is tested. Blocks of few tokens have kernels of their own. XLA
+decodes.
 """
 
 import jax
 
 from pallas_kernels import hopper, reference
+from pallas_kernels.ampere import few_tokens
 from pallas_kernels.hopper.common import support
 from pallas_kernels.hopper.common.engine import CP_ASYNC, by
 
@@ -30,8 +31,9 @@ union_down = by(CP_ASYNC, hopper.union_down)
 union_up = by(CP_ASYNC, hopper.union_up)
 weight_grads = by(CP_ASYNC, hopper.weight_grads)
 
+few_tokens_ffn = few_tokens.few_tokens_ffn
+
 decode_layers = reference.decode_layers
-few_tokens_ffn = reference.few_tokens_ffn
 has_room = reference.has_room
 project = reference.project
 

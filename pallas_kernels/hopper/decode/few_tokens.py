@@ -48,19 +48,8 @@ def few_tokens_ffn(
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    support.check_weight("w_down", weights.down)
-    h, d = weights.down.shape
-    if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
-        raise ValueError(f"x must be [M, D] with M from 1 to {MAX_TOKENS}, got {list(x.shape)}")
-    m = x.shape[0]
-    support.check_array("x", x, (m, d), weights.down.dtype)
-    support.check_array("live", weights.live, (1,), jnp.int32)
-    for name, weight in (("w_gate", weights.gate), ("w_up", weights.up)):
-        if isinstance(weight, Quantised):
-            support.check_quantised(name, weight, (h, d))
-        else:
-            support.check_array(name, weight, (h, d), weights.down.dtype)
-
+    check(x, weights)
+    m, d = x.shape
     if m > _TILE:
         x = jnp.pad(x, ((0, -m % _TILE), (0, 0)))
     live = weights.live  # also that of a stack of one layer
@@ -73,3 +62,18 @@ def few_tokens_ffn(
     nnz = active_counts.of_tokens(in_place.contents(counts))[0, :m]
     l1 = gate.values.astype(jnp.float32) if l1 is None else l1
     return y[:, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate.values[:m] != 0, axis=0)
+
+
+def check(x: jax.Array, weights: Weights) -> None:
+    """Raises ValueError unless kernels for few tokens take the operands."""
+    support.check_weight("w_down", weights.down)
+    h, d = weights.down.shape
+    if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
+        raise ValueError(f"x must be [M, D] with M from 1 to {MAX_TOKENS}, got {list(x.shape)}")
+    support.check_array("x", x, (len(x), d), weights.down.dtype)
+    support.check_array("live", weights.live, (1,), jnp.int32)
+    for name, weight in (("w_gate", weights.gate), ("w_up", weights.up)):
+        if isinstance(weight, Quantised):
+            support.check_quantised(name, weight, (h, d))
+        else:
+            support.check_array(name, weight, (h, d), weights.down.dtype)

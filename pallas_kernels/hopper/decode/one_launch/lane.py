@@ -21,6 +21,7 @@ from pallas_kernels.quantised import E4M3
 LANES, WARP, WARPS = 128, 32, 4
 WORD = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 ptx = mgpu.utils.inline_ptx
+_PAIRS = {"bfloat16": "bf16x2", "float16": "f16x2"}
 
 
 def struct(dtype=jnp.int32) -> plgpu.ShapeDtypeStruct:
@@ -257,13 +258,14 @@ def _popcount(values):
 
 
 @primitive
-def pack(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Two float32 as bfloat16 in a word."""
+def pack(low: jax.Array, high: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
+    """Two float32 in a word, rounded to bfloat16 or float16."""
+    kind = _PAIRS[jnp.dtype(dtype).name]
 
     @plgpu.inline_mgpu(arg_types=(WORD, WORD), return_type=struct())
     def step(_, low, high):
         packed = ptx(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", word(low), word(high), result_types=const(0).type
+            f"cvt.rn.{kind}.f32 $0, $2, $1;", word(low), word(high), result_types=const(0).type
         )
         return array(packed)
 
@@ -271,8 +273,8 @@ def pack(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 @pack.in_jax
-def _pack(low, high):
-    halves = [lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in (low, high)]
+def _pack(low, high, dtype=jnp.bfloat16):
+    halves = [lax.bitcast_convert_type(x.astype(dtype), jnp.uint16) for x in (low, high)]
     low, high = (half.astype(jnp.uint32) for half in halves)
     return lax.bitcast_convert_type(low | high << 16, jnp.int32)
 
@@ -295,10 +297,34 @@ def _times(words, others):
     return _pack(a * c, b * d)
 
 
-def unpack(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two bfloat16 of a word, as float32."""
+def unpack(words: jax.Array, dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+    """The two numbers of a word, bfloat16 or float16, as float32."""
+    if dtype == jnp.float16:
+        low, high = _unpack_halves(words)
+        return low, high
     low = lax.bitcast_convert_type(words << 16, jnp.float32)
     return low, lax.bitcast_convert_type(words & jnp.int32(-65536), jnp.float32)
+
+
+@primitive
+def _unpack_halves(words: jax.Array) -> list[jax.Array]:
+    @plgpu.inline_mgpu(arg_types=(WORD,), return_type=2 * [struct(jnp.float32)])
+    def step(_, words):
+        halves = ptx(
+            """{.reg .b16 low, high; mov.b32 {low, high}, $2;
+            cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}""",
+            word(words),
+            result_types=2 * [ir.F32Type.get()],
+        )
+        return [array(half) for half in halves]
+
+    return step(words)
+
+
+@_unpack_halves.in_jax
+def __unpack_halves(words):
+    halves = lax.bitcast_convert_type(words, jnp.float16).astype(jnp.float32)
+    return [halves[..., i] for i in range(2)]
 
 
 @primitive

@@ -17,6 +17,7 @@ from pallas_kernels.hopper.decode.one_launch import (
     exchange,
     lane,
     memory,
+    open_lists,
     products,
     stream,
 )
@@ -29,7 +30,7 @@ from pallas_kernels.hopper.decode.one_launch.products import (
     TOKENS,
     WORDS,
 )
-from pallas_kernels.hopper.decode.one_launch.shape import GATE, LISTED
+from pallas_kernels.hopper.decode.one_launch.shape import GATE
 from pallas_kernels.hopper.decode.one_launch.tokens import Tokens
 
 _AT_ONCE = 2 * LANES  # rows of `down` that are added together, one a lane
@@ -216,9 +217,8 @@ def _times_up(block, up, tokens: Tokens, first, own) -> list[jax.Array]:
 
 def _list_all(block, exchange_number):
     """Lists the open rows of all blocks; returns how many there are."""
-    shape, smem, thread = block.shape, block.smem, block.thread()
-    starts = range(0, shape.neurons // ROWS, 2 * LANES)
-    places = [jnp.where(thread + start < block.groups, thread + start, -1) for start in starts]
+    shape, thread = block.shape, block.thread()
+    places = open_lists.groups(shape.neurons, block.groups, thread)
     warps = shape.mask_warps
     of_warps = [
         jnp.where(place < 0, -1, place * warps + warp) for place in places for warp in range(warps)
@@ -227,33 +227,7 @@ def _list_all(block, exchange_number):
     masks = [
         functools.reduce(jnp.bitwise_or, found[i : i + warps]) for i in range(0, len(found), warps)
     ]
-    own = lane.full(0)
-    for place, mask in zip(places, masks, strict=True):
-        memory.scatter(smem["masks"], place, mask)
-        own += lane.popcount(mask)
-    up_to = lane.sum_up_to(own)
-    warp = thread >> 5
-    counts = smem["counts"]
-    memory.scatter(counts, jnp.where(thread & 31 == 31, warp, -1), up_to)
-    block.meet()
-    at = up_to - own
-    for i in range(BLOCK_WARPS):
-        at += jnp.where(i < warp, memory.gather(counts, lane.full(i)), 0)
-    for place, mask in zip(places, masks, strict=True):
-
-        def list_bits(i, at, place=place, mask=mask):
-            lane.keep_loop()
-            for bit in range(4):
-                is_open = (mask >> (4 * i + bit)) & 1
-                is_listed = (is_open != 0) & (at < LISTED)
-                row = place * ROWS + 4 * i + bit
-                memory.scatter(smem["listed"], jnp.where(is_listed, at, -1), row)
-                at += is_open
-            return at
-
-        at = lax.fori_loop(0, ROWS // 4, list_bits, at)
-    block.meet()
-    return sum(memory.number_at(counts, i) for i in range(BLOCK_WARPS))
+    return open_lists.fill(block.smem, block.meet, thread, places, masks)
 
 
 def _sum_of_rows(block, layer, exchange_number, columns, found):
@@ -263,20 +237,13 @@ def _sum_of_rows(block, layer, exchange_number, columns, found):
     way while those of one are multiplied.
     """
     shape, smem, thread = block.shape, block.smem, block.thread()
-    is_listed = found <= LISTED
-    steps = pl.cdiv(jnp.where(is_listed, found, block.groups * ROWS), _AT_ONCE)
+    steps = pl.cdiv(open_lists.to_look_at(found, block.groups), _AT_ONCE)
     down, of_row = block.refs.down.at[layer], shape.width // 2
 
     def request(i):
         """A lane's row in a step, or -1, and the columns of that row of `down`."""
-        number = i * _AT_ONCE + thread
-        listed = memory.gather(smem["listed"], jnp.minimum(number, LISTED - 1))
-        mask = memory.gather(
-            smem["masks"], jnp.where(number < block.groups * ROWS, number >> 4, -1)
-        )
-        is_open = jnp.where(is_listed, number < found, ((mask >> (number & 15)) & 1) != 0)
-        row = jnp.where(is_open, jnp.where(is_listed, listed, number), -1)
-        places = [jnp.where(is_open, row * of_row + 8 * columns + half, -1) for half in (0, 4)]
+        row = open_lists.row_at(smem, i * _AT_ONCE + thread, found, block.groups)
+        places = [jnp.where(row >= 0, row * of_row + 8 * columns + half, -1) for half in (0, 4)]
         return row, *(word for place in places for word in memory.load(down, place, 4))
 
     def step(i, carry):

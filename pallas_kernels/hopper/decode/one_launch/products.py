@@ -32,9 +32,10 @@ WORDS = _OF_WARP // 4  # of a row that a lane has of a stage
 SUMS = plgpu.Layout.WG_STRIDED((4 * LANES,), vec_size=1)  # four float32 of each lane
 _STRUCT = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
 _TILE = 1024  # bytes of 8 rows of 128 bytes in shared memory
-_KINDS = {  # of products, by the bytes of a number
-    1: "m16n8k32.row.col.f32.e4m3.e4m3.f32",
-    2: "m16n8k16.row.col.f32.bf16.bf16.f32",
+_KINDS = {  # of products, by what they multiply
+    "float8_e4m3fn": "m16n8k32.row.col.f32.e4m3.e4m3.f32",
+    "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
+    "float16": "m16n8k16.row.col.f32.f16.f16.f32",
 }
 
 
@@ -119,7 +120,7 @@ def add_words(
     Args:
       rows: of lanes 4 g ... 4 g + 3 those of row g, and of row g + 8.
       tokens, sums: as of `add_product`.
-      dtype: of what the words hold, bfloat16 or float8_e4m3fn.
+      dtype: of what the words hold, of 16 bits or float8_e4m3fn.
     """
     tiles = len(sums)
 
@@ -145,16 +146,19 @@ def _add_words(rows, tokens, sums, *, dtype):
 
 
 @primitive
-def add_rows(w_smem, h_smem, sums: list[jax.Array], wg: jax.Array) -> list[jax.Array]:
+def add_rows(
+    w_smem, h_smem, sums: list[jax.Array], wg: jax.Array, *, dtype=jnp.bfloat16
+) -> list[jax.Array]:
     """Adds products of 16 columns of 256 rows with these rows' activations.
 
     A warp multiplies 32 of the rows.
 
     Args:
-      w_smem: int32 `[256, 8]`, bfloat16 `[256, 16]`.
-      h_smem: int32 `[256, words]`, bfloat16, for each row those of the tokens: at least the tiles'
-        and an odd multiple of eight, so that lanes read different banks.
+      w_smem: int32 `[256, 8]`, 16-bit `[256, 16]`.
+      h_smem: int32 `[256, words]`, 16-bit, for each row those of the tokens: at least the tiles'
+        and an odd multiple of four, so that lanes read different banks.
       sums, wg: as of `add_product`; the columns are the rows of the product.
+      dtype: of what the words hold.
     """
     tiles, pitch = len(sums), 4 * h_smem.shape[1]  # bytes
 
@@ -179,20 +183,20 @@ def add_rows(w_smem, h_smem, sums: list[jax.Array], wg: jax.Array) -> list[jax.A
                 _load(h_address, ".trans", 16 * pitch * half + 16 * tile, 2)
                 for tile in range(tiles)
             ]
-            totals = _multiply(fragment, tokens, totals)
+            totals = _multiply(fragment, tokens, totals, dtype)
         return [_of_values(one) for one in totals]
 
     return step(w_smem, h_smem, sums, wg)
 
 
 @add_rows.in_jax
-def _add_rows(w_smem, h_smem, sums, wg):
+def _add_rows(w_smem, h_smem, sums, wg, *, dtype=jnp.bfloat16):
     number = jnp.arange(2 * LANES)
     w, h = (
         jnp.stack([memory.gather(ref, number * ref.shape[1] + i) for i in range(ref.shape[1])], 1)
         for ref in (w_smem, h_smem)
     )
-    w, h = (jnp.stack(lane.unpack(words), -1).reshape(8, 32, -1) for words in (w, h))
+    w, h = (jnp.stack(lane.unpack(words, dtype), -1).reshape(8, 32, -1) for words in (w, h))
     w, h = (lax.dynamic_slice_in_dim(a, 4 * wg, 4).swapaxes(1, 2) for a in (w, h))
     return [_added(one, w, h[:, TOKENS * tile :][:, :TOKENS]) for tile, one in enumerate(sums)]
 
@@ -331,7 +335,7 @@ def _added(sums, w, x) -> jax.Array:
 def _numbers_of(words: jax.Array, dtype) -> jax.Array:
     """What words hold, float32, along a new last axis."""
     if jnp.dtype(dtype).itemsize == 2:
-        return jnp.stack(lane.unpack(words), -1)
+        return jnp.stack(lane.unpack(words, dtype), -1)
     return lax.bitcast_convert_type(words, dtype).astype(jnp.float32)
 
 
@@ -352,7 +356,7 @@ def _multiply(fragment, tokens, totals, dtype=jnp.bfloat16) -> list[list[ir.Valu
     """The totals of each tile with its product."""
     return [
         ptx(
-            f"""mma.sync.aligned.{_KINDS[jnp.dtype(dtype).itemsize]}
+            f"""mma.sync.aligned.{_KINDS[jnp.dtype(dtype).name]}
             {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};""",
             *fragment,
             *words,

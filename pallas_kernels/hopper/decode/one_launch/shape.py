@@ -7,6 +7,7 @@ import numpy as np
 
 from pallas_kernels.hopper.decode.one_launch import plan
 from pallas_kernels.hopper.decode.one_launch.attention import MOST_HEADS, key_tiles, keys_of_stage
+from pallas_kernels.hopper.decode.one_launch.open_lists import LISTED
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS, WORDS
 from pallas_kernels.rectifiers import Rectifier
@@ -18,7 +19,6 @@ DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
 MOST_TOKEN_WORDS = 128  # of a lane, so that it has registers for what else it needs
 LEAST_SLOTS = 4  # of the ring: keys with their values, and as many on their way
-LISTED = 512  # open rows that are listed; of more, all rows are looked at
 _ACTIVATION_WORDS = 16384  # of a dense block's tokens, about what the parts of 32 tokens take
 _MERGED = 4096  # words that a block takes of the other splits: 16 of each thread, a stage's memory
 
