@@ -45,8 +45,7 @@ def main() -> None:
     parser.add_argument("--back-end", choices=ENGINES, default="MMA")
     args = parser.parse_args()
     os.environ["TWELL_JAX_BACK_END"] = args.back_end
-    name = "engines" if args.back_end == "MMA" else f"engines-{args.back_end.lower()}"
-    record.write_as_they_come(name, measure(args.back_end), args.out)
+    record.write_as_they_come("engines", measure(args.back_end), args.out)
 
 
 def measure(back_end: str, m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:

@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "pallas_kernels.hopper.transformer": "hopper.common weights",
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode "
     "hopper.transformer",
-    "pallas_kernels.ampere": "hopper hopper.common reference",
+    "pallas_kernels.ampere": "hopper hopper.common hopper.decode quantised rectifiers reference "
+    "weights",
     "pallas_kernels.mma": "hopper hopper.common reference",
     "pallas_kernels": "ampere hopper layers layouts mma quantised rectifiers reference weights",
     "twell_jax.ffn": "untrusted user_cache "

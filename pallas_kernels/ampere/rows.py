@@ -8,7 +8,6 @@ Results are by neuron: `[H, M]`, M a multiple of 8, in the dtype of the tokens.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +69,7 @@ def hidden(
     return call(x, w, gates, masks)
 
 
-def _tiles(x) -> int:
+def _tiles(x: jax.Array) -> int:
     """Of eight tokens."""
     return pl.cdiv(len(x), TOKENS)
 
@@ -79,7 +78,7 @@ def _of_neurons(h, x):
     return jax.ShapeDtypeStruct((h, _tiles(x) * TOKENS), x.dtype)
 
 
-def _call(name, body, outs, h, tiles) -> Callable:
+def _call(name, body, outs, h, tiles):
     return plgpu.kernel(
         body,
         out_type=outs,

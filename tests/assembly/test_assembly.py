@@ -137,6 +137,7 @@ def assemble(tmp_path_factory):
         *((arch, name, gated) for arch in ("90a", "120a") for name in BLOCKS for gated in FORMS),
         *(("80", name, gated) for name in ("unions", "twell", "dense_block") for gated in FORMS),
         ("80", "around_blocks", True),
+        ("80", "few_tokens", True),
         ("86", "unions", True),
         ("89", "unions", True),
         ("89", "float8", True),

@@ -12,6 +12,7 @@ from pallas_kernels.kernels import AMPERE, REFERENCE
 from pallas_kernels.quantised import quantise
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
+from tests.errors import ROUNDING, relative_error
 from tests.launches import launches
 from tests.pallas_kernels.hopper.decode import test_few_tokens as few
 from tests.pallas_kernels.hopper.decode.blocks import assert_matches
@@ -25,13 +26,12 @@ def run(x, *weights, live=None, rectifier=RELU):
     return AMPERE.few_tokens_ffn(x, weights, rectifier)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [
         (3, 192, 128, 0.05, jnp.bfloat16, True),
-        (19, 128, 128, 0.2, jnp.float16, True),
-        (9, 320, 128, 1.0, jnp.bfloat16, False),
+        pytest.param((19, 128, 128, 0.2, jnp.float16, True), marks=pytest.mark.slow),
+        pytest.param((9, 320, 128, 1.0, jnp.bfloat16, False), marks=pytest.mark.slow),
     ],
 )
 def test_matches_dense_in_the_interpreter(case, interpreted):
@@ -40,6 +40,7 @@ def test_matches_dense_in_the_interpreter(case, interpreted):
         assert_matches(run(*operands), *operands)
 
 
+@pytest.mark.slow
 def test_more_open_rows_than_are_listed_in_the_interpreter(interpreted, monkeypatch):
     monkeypatch.setattr(open_lists, "LISTED", 16)
     operands = few.draw_block(2, 128, 128, 0.5, jnp.bfloat16, False)
@@ -47,7 +48,7 @@ def test_more_open_rows_than_are_listed_in_the_interpreter(interpreted, monkeypa
         assert_matches(run(*operands), *operands)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 def test_non_finite_where_dense_is_in_the_interpreter(gated, interpreted):
     x, *weights = few.draw_block(4, 128, 128, 0.05, jnp.bfloat16, True)
@@ -56,7 +57,7 @@ def test_non_finite_where_dense_is_in_the_interpreter(gated, interpreted):
         few.assert_non_finite_as_in_dense(run(*operands), *operands)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [Rectifier(0.5, squared=True), Rectifier(both=True)])
 def test_other_activations_and_live_neurons_in_the_interpreter(act, interpreted):
     operands = few.draw_block(5, 128, 128, 0.5, jnp.float16, True)
@@ -70,11 +71,12 @@ def assert_is_the_references(out, operands, *, live, rectifier):
     x, *weights = operands
     weights = dataclasses.replace(Weights(*weights), live=live)
     expected = jax.jit(REFERENCE.few_tokens_ffn, static_argnums=2)(x, weights, rectifier)
-    for one, other in zip(out, expected, strict=True):
-        np.testing.assert_allclose(
-            np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2e-2, atol=2e-2
-        )
-    assert not np.asarray(out[3])[int(live[0]) :].any()
+    (y, nnz, l1, fired), (y_ref, nnz_ref, l1_ref, _) = map(jax.device_get, (out, expected))
+    # Of the gate, which a square doubles, h and y; the reference rounds them, too, but for h.
+    assert relative_error(y, y_ref.astype(np.float64)) < 4 * ROUNDING
+    assert relative_error(l1, l1_ref.astype(np.float64)) < 4 * ROUNDING
+    assert relative_error(nnz, nnz_ref.astype(np.float64)) < ROUNDING  # gates at the threshold
+    assert fired[: int(live[0])].any() and not fired[int(live[0]) :].any()
 
 
 @pytest.mark.sampled(2)

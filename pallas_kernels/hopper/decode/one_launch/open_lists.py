@@ -69,7 +69,7 @@ def fill(
 
         at = lax.fori_loop(0, ROWS // 4, list_bits, at)
     meet()
-    return sum(memory.number_at(counts, i) for i in range(BLOCK_WARPS))
+    return sum((memory.number_at(counts, i) for i in range(BLOCK_WARPS)), start=jnp.int32(0))
 
 
 def to_look_at(found: jax.Array, groups) -> jax.Array:
