@@ -13,6 +13,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_rows_are_complete_and_rendered(monkeypatch):
     monkeypatch.setattr(around, "IMPLEMENTATIONS", {"xla": REFERENCE, "kernel": REFERENCE})
     rows = [row for case in SMALL for row in around.measure(case)]

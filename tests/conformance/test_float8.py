@@ -44,7 +44,7 @@ def exact(x, weights, dy):
     return h @ down, of_x, *(grad.T @ x for grad in of_inner), h.T @ dy
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("capacity", [1.0, 0.02])  # too little: all is computed again
 @either_form
 def test_gradients_are_those_of_what_is_not_rounded(back_end, capacity, gated):
@@ -81,6 +81,7 @@ def test_with_other_widths_the_gate_stays_as_it_is(back_end):
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_both_passes_lower_for_an_h100(lower):
     shapes = [(2048, 2048), *3 * [(5632, 2048)]]
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]

@@ -102,7 +102,7 @@ def test_dense_rows_interpreted(kernels, case, interpreted):
     rows.assert_matches(out, *operands)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "gated"), [(3, True), (19, False)])
 def test_few_tokens_interpreted(m, gated, interpreted):
     decode.assert_block(MMA.few_tokens_ffn, interpreted, m, 192, 128, gated)
@@ -141,7 +141,7 @@ def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, tokens, kernel, algorith
     if kernel == "hidden_grads":
         call = gradients(mosaic.sparse_gradients(MMA, RELU, 1.0, None, algorithm == "float8"))
     else:
-        call = functools.partial(forward, algorithm)
+        call = functools.partial(forward, MMA, algorithm)
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA RTX PRO 6000", (1,), ("x",))):
         text = jax.jit(call).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
     assert "mma.sync" in text and "wgmma" not in text
@@ -150,13 +150,17 @@ def test_kernels_fit_into_99_kb_and_need_no_wgmma(d, h, tokens, kernel, algorith
     assert max(launch.smem for launch in found.values()) <= SHARED_BYTES
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("gated", [True, False])
-def test_without_tma_kernels_need_nothing_of_hopper(gated, monkeypatch):
+@pytest.mark.parametrize(
+    ("gated", "both_passes"),
+    [(True, False), *(pytest.param(g, True, marks=pytest.mark.slow) for g in (True, False))],
+)
+def test_without_tma_kernels_need_nothing_of_hopper(gated, both_passes, monkeypatch):
     monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
     x, w = (jax.ShapeDtypeStruct((n, 2048), jnp.bfloat16) for n in (4096, 5632))
     block = Weights(w if gated else None, w, w)
-    call = gradients(mosaic.sparse_gradients(AMPERE, RELU, 1.0, None, False))
+    call = functools.partial(forward, AMPERE, "unions")
+    if both_passes:
+        call = gradients(mosaic.sparse_gradients(AMPERE, RELU, 1.0, None, False))
     with jax.sharding.use_abstract_mesh(abstract_gpu(shape=(1,), axes=("x",))):
         text = jax.jit(call).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
     assert "mma.sync" in text and "cp.async.cg" in text
@@ -165,8 +169,8 @@ def test_without_tma_kernels_need_nothing_of_hopper(gated, monkeypatch):
     assert max(launch.smem for launch in launches(text).values()) <= SHARED_BYTES
 
 
-def forward(algorithm, x, weights):
-    return mosaic.dense_gradients(MMA, RELU, algorithm, None)(x, weights, None)
+def forward(kernels, algorithm, x, weights):
+    return mosaic.dense_gradients(kernels, RELU, algorithm, None)(x, weights, None)
 
 
 def gradients(block):

@@ -124,6 +124,7 @@ SPARSE = {"gradients": "sparse"}
 LASSO = SPARSE | {"windows": Windows(jnp.int32(0))}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("staged", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize(
     "options", [{}, SPARSE, LASSO, {"implementation": "mosaic"}, {"matmul_dtype": "float8"}]

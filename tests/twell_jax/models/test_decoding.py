@@ -145,11 +145,11 @@ GPU = [pytest.param(batch, marks=pytest.mark.gpu) for batch in (1, 8, 21)]
 @pytest.mark.parametrize(
     "case",
     [
-        "windowed",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("windowed", "with biases", "with norms", "with layer norms")
+        ),
         "pruned",
-        pytest.param("with biases", marks=pytest.mark.slow),
-        pytest.param("with norms", marks=pytest.mark.slow),
-        "with layer norms",
         "with a cache in 8 bits",
     ],
 )

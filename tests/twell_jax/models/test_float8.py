@@ -2,12 +2,14 @@
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from tests.twell_jax.drawn import small as make
 from tests.twell_jax.models.small import assert_close, draw_tokens, loss_and_gradients
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_them_and_remat_changes_nothing():
     plain, tokens = make(init_scale=0.1), draw_tokens(2, 12)
     loss, grads, _ = loss_and_gradients(plain, tokens)

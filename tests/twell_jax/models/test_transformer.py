@@ -357,6 +357,7 @@ def test_kernels_serve_a_model(back_end):
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=2e-2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "dots"])
 @pytest.mark.parametrize("matmul_dtype", [None, "float8"])
 def test_kernels_differentiate_what_lies_around_blocks(matmul_dtype, remat, back_end, serve):

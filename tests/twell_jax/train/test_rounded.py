@@ -33,7 +33,7 @@ def test_parameters_of_16_bits_compute_in_float32():
     assert state.rounded is None and jnp.isfinite(metrics.ce)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 2)])
 def test_matrices_are_rounded_whenever_parameters_change(mesh):
     mesh = sharding.make_mesh(mesh, jax.devices("cpu")[: math.prod(mesh)])
     trainer = Trainer(settings(model=IN_BFLOAT16), END, mesh)
