@@ -89,6 +89,7 @@ def test_a_mean_without_gradients_is_that_of_its_tokens(split):
     np.testing.assert_allclose(jax.jit(mean_cross_entropy)(*operands), by_token.mean(), rtol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_operands_of_8_bits_are_those_of_logits(split, weighted):
     hidden, unembedding, labels = draw()

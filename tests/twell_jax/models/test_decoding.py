@@ -147,9 +147,8 @@ GPU = [pytest.param(batch, marks=pytest.mark.gpu) for batch in (1, 8, 21)]
     [
         *(
             pytest.param(case, marks=pytest.mark.slow)
-            for case in ("windowed", "with biases", "with norms", "with layer norms")
+            for case in ("windowed", "pruned", "with biases", "with norms", "with layer norms")
         ),
-        "pruned",
         "with a cache in 8 bits",
     ],
 )

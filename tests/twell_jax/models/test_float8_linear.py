@@ -74,6 +74,7 @@ CONFIGS = {"plain": {}, "yarn": {"rope_scaling": {
 written = pytest.mark.parametrize("is_written", [False, True])
 
 
+@pytest.mark.sampled(6)
 @written
 @pytest.mark.parametrize("case", MESHES)
 @pytest.mark.parametrize("sequences", [1, BATCH], ids=["shared angles", "angles of each sequence"])

@@ -237,6 +237,7 @@ def test_runs_of_one_name_are_told_apart_and_one_run_named_twice_is_refused(run_
     assert "--out: is for the figure of several runs" in refused.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["cost$_{$5", "a$b$c", "_first"])
 def test_names_are_shown_as_they_are(run_dir, tmp_path, name):
     other = tmp_path / name

@@ -41,6 +41,7 @@ def assert_matches(found, x, of_normed, of_x, scale):
     assert (np.abs(np.asarray(of_scale) - terms.sum(axis=0)) < bound).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", BACK_ENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
