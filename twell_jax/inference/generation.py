@@ -24,6 +24,7 @@ from twell_jax.models import (
     Transformer,
     decode,
     laid_out,
+    read_prompts,
 )
 
 _MULTIPLE = 64
@@ -255,7 +256,8 @@ def _programs(structure: Structure, config: ModelConfig, sampling: Sampling) -> 
     def prefill_with(capacity: int) -> Any:
         def prefill(params, tokens, lengths, seed):
             """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
-            logits, stored = structure.merged(params).prefill(tokens, capacity, lengths)
+            model = structure.merged(params)
+            logits, stored = read_prompts(model, tokens, capacity, lengths)
             keys = keys_of_sequences(key_of(seed), len(tokens))
             return sample_each(logits, keys, stored.lengths, sampling), stored
 

@@ -23,6 +23,7 @@ from twell_jax.models import (
     Transformer,
     decode,
     laid_out,
+    read_prompts,
 )
 
 
@@ -153,7 +154,8 @@ def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Calla
 
     @partial(jax.jit, donate_argnames="slots", compiler_options=PREFILL_OPTIONS)
     def insert(params, slots, slot, row, length, key):
-        logits, prompt = structure.merged(params).prefill(row, row.shape[1], length[None])
+        model = structure.merged(params)
+        logits, prompt = read_prompts(model, row, row.shape[1], length[None])
         (key,) = keys = keys_of_sequences(key, 1)
         (token,) = sample_each(logits, keys, prompt.lengths, sampling)
         return token, Slots(

@@ -6,7 +6,13 @@ and batches over a mesh of devices.
 """
 
 from twell_jax.models.cache import KVCache
-from twell_jax.models.decoding import DECODE_OPTIONS, decode, explain_decoding, laid_out
+from twell_jax.models.decoding import (
+    DECODE_OPTIONS,
+    decode,
+    explain_decoding,
+    laid_out,
+    read_prompts,
+)
 from twell_jax.models.quantised import QUANTISED_OPTIONS
 from twell_jax.models.transformer import PREFILL_OPTIONS, Transformer, graphdef
 
@@ -20,4 +26,5 @@ __all__ = [
     "explain_decoding",
     "graphdef",
     "laid_out",
+    "read_prompts",
 ]

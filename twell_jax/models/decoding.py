@@ -1,4 +1,4 @@
-"""One more token of each of a few sequences: what computes it, and why."""
+"""Prompts, and one more token of each of a few sequences: what computes them, and why."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -28,6 +28,20 @@ _TILE = 8  # sequences that a launch for all layers multiplies together
 # Up to so many sequences, and bytes of a layer that such launches read again, they are faster than
 # XLA: docs/design/0035-one-launch.md.
 _MOST_TOGETHER, _MOST_AGAIN = 32, 320 * 2**20
+
+
+def read_prompts(
+    model: Transformer, tokens: jax.Array, capacity: int, lengths: jax.Array | None = None
+) -> tuple[jax.Array, KVCache]:
+    """`model.prefill(tokens, capacity, lengths)`, where the config leaves the choice by XLA alone
+    if there are fewer than 1024 tokens.
+
+    A whole model then gains nothing by kernels (0.99x for 512 tokens of 2b, record
+    `inference-cached-nvidia-h200-20261126-4`), and they take longer to trace and to compile.
+    """
+    if tokens.size < dispatch.MANY_TOKENS:
+        model = _without_kernels(model)
+    return model.prefill(tokens, capacity, lengths)
 
 
 def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
@@ -64,8 +78,8 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
 
 
 def _without_kernels(model: Transformer) -> Transformer:
-    """The model as platforms without kernels compute it. If its blocks chose, JAX would trace their
-    kernels, too."""
+    """The model as platforms without kernels compute it, if its config leaves the choice to blocks:
+    JAX would trace their kernels, too."""
     config = model.config
     if config.ffn_implementation is not None or config.ffn_gradients is not None:
         return model
