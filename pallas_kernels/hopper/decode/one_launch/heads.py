@@ -16,7 +16,6 @@ from pallas_kernels.hopper.decode.one_launch.block import Block, Unit
 from pallas_kernels.hopper.decode.one_launch.keeping import Vector, keep
 from pallas_kernels.hopper.decode.one_launch.key_products import room_of
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
-from pallas_kernels.hopper.decode.one_launch.norms import sum_of_squares
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 from pallas_kernels.hopper.decode.one_launch.shape import UNITS, Shape
 from pallas_kernels.quantised import Quantised
@@ -166,7 +165,7 @@ def _scales_of_heads(block: Block, layer, is_key, places):
 
 def _normed(words, scales, lanes: int, size: int, eps: float):
     """Words of a head whose others lie in so many neighbouring lanes, behind its RMS norm."""
-    squares = lane.sum_of(sum_of_squares(words), lanes)
+    squares = lane.sum_of(lane.sum_of_squares(words), lanes)
     factor = lax.rsqrt(squares / size + eps)
     pairs = zip(map(lane.unpack, words), map(lane.unpack, scales), strict=True)
     return [lane.pack(low * factor * by[0], high * factor * by[1]) for (low, high), by in pairs]

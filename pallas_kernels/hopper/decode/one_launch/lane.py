@@ -280,21 +280,53 @@ def _pack(low, high, dtype=jnp.bfloat16):
 
 
 @primitive
-def times(words: jax.Array, others: jax.Array) -> jax.Array:
+def times(words: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
     """Products of words of two bfloat16 each, rounded once."""
+    n = len(words)
 
-    @plgpu.inline_mgpu(arg_types=(WORD, WORD), return_type=struct())
+    @plgpu.inline_mgpu(arg_types=(n * [WORD], n * [WORD]), return_type=n * [struct()])
     def step(_, words, others):
-        operands = word(words), word(others)
-        return array(ptx("mul.rn.bf16x2 $0, $1, $2;", *operands, result_types=const(0).type))
+        pairs = zip(map(word, words), map(word, others), strict=True)
+        of = const(0).type
+        return [array(ptx("mul.rn.bf16x2 $0, $1, $2;", *pair, result_types=of)) for pair in pairs]
 
     return step(words, others)
 
 
 @times.in_jax
 def _times(words, others):
-    (a, b), (c, d) = unpack(words), unpack(others)
-    return _pack(a * c, b * d)
+    found = []
+    for one, other in zip(words, others, strict=True):
+        (a, b), (c, d) = unpack(one), unpack(other)
+        found.append(_pack(a * c, b * d))
+    return found
+
+
+@primitive
+def sum_of_squares(words: list[jax.Array]) -> jax.Array:
+    """The sum of the squares of two bfloat16 in each word, float32."""
+
+    @plgpu.inline_mgpu(arg_types=(len(words) * [WORD],), return_type=struct(jnp.float32))
+    def step(_, words):
+        f32, fused = ir.F32Type.get(), {"fastmath": arith.FastMathFlags.contract}
+        total = mgpu.c(0.0, f32)
+        for one in map(word, words):
+            halves = arith.shli(one, const(16)), arith.andi(one, const(-65536))
+            low, high = (arith.bitcast(f32, half) for half in halves)
+            low, high = (arith.mulf(half, half, **fused) for half in (low, high))
+            total = arith.addf(total, arith.addf(low, high, **fused), **fused)
+        return array(total)
+
+    return step(words)
+
+
+@sum_of_squares.in_jax
+def _sum_of_squares(words):
+    total = jnp.zeros(LANES, jnp.float32)
+    for one in words:
+        low, high = unpack(one)
+        total += low * low + high * high
+    return total
 
 
 def unpack(words: jax.Array, dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array]:

@@ -39,19 +39,6 @@ def factor_of(block: Block, which: int, eps: float | None):
     return factor
 
 
-def scaled(words, scales) -> list[jax.Array]:
-    """Words times those of the scale of a norm."""
-    return [lane.times(word, by) for word, by in zip(words, scales, strict=True)]
-
-
-def sum_of_squares(words) -> jax.Array:
-    total = lane.full(0.0, jnp.float32)
-    for word in words:
-        low, high = lane.unpack(word)
-        total += low * low + high * high
-    return total
-
-
 def layer_normed(
     block: Block, are_there, tile: int, words, scales, biases, eps: float
 ) -> list[jax.Array]:

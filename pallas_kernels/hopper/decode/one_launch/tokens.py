@@ -20,8 +20,6 @@ from pallas_kernels.hopper.decode.one_launch.norms import (
     layer_normed,
     own_token,
     put_of_warps,
-    scaled,
-    sum_of_squares,
 )
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS
 from pallas_kernels.hopper.decode.one_launch.shape import OUT, QKV
@@ -52,8 +50,8 @@ def receive(block: Block, exchange_number, which: int, norm: Norm | None = None)
                 posted.distances[start // posted.together :][: at_once // posted.together],
                 posted.together,
             )  # fmt: skip
-            total += sum_of_squares(some) if is_rms else 0.0
-            words += scaled(some, scales) if is_rms else some
+            total += lane.sum_of_squares(some) if is_rms else 0.0
+            words += lane.times(some, scales) if is_rms else some
         if norm is not None and not is_rms:
             of_norm = row.load(norm.scale), row.load(norm.bias), norm.eps
             words = layer_normed(block, row.are_there, tile, words, *of_norm)
@@ -105,7 +103,7 @@ def last_stream(block: Block, outs, exchange_number) -> None:
         stored = [(x, words)]
         if in_front_of_norm:
             scaled_x, squares = in_front_of_norm
-            stored.append((scaled_x, scaled(words, scales)))
+            stored.append((scaled_x, lane.times(words, scales)))
         for out, values in stored:
             for place, value in zip(places, values, strict=True):
                 memory.store(out.at[token], place, value)
