@@ -19,12 +19,7 @@ from pallas_kernels.hopper.decode.one_launch import activation, lane, memory, pr
 from pallas_kernels.hopper.decode.one_launch.block import meet
 from pallas_kernels.hopper.decode.one_launch.lane import WARPS
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
-from pallas_kernels.hopper.decode.one_launch.products import (
-    BLOCK_WARPS,
-    STAGE_WORDS,
-    TOKENS,
-    WORDS,
-)
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
 from pallas_kernels.rectifiers import Rectifier
 
 _WIDE = 4  # words that a lane loads at once
@@ -159,22 +154,16 @@ def _put_products(x, w, mask, parts, together):
     tokens = [(TOKENS * tile + group) * words + first for tile in range(tiles)]
     are_there = [TOKENS * tile + group < len(x) for tile in range(tiles)]
     sums = products.zeros(tiles)
-    at_once = 2  # stages, so that three thread blocks share an SM
-    for stage in range(0, stages, at_once):
-        some = range(stage, min(stage + at_once, stages))
-        distances = [STAGE_WORDS * s + i for s in some for i in range(0, of_warp, 4 * _WIDE)]
-        of_rows = [
-            memory.load_row(w, row, left, distances, _WIDE, is_there=is_open)
-            for row, is_open in zip(rows, are_open, strict=True)
-        ]
-        for i in range(len(some)):
-            here = distances[i * WORDS // _WIDE :][: WORDS // _WIDE]
-            of_tokens = [
-                memory.load_row(x, token, left, here, _WIDE, is_there=is_there)
-                for token, is_there in zip(tokens, are_there, strict=True)
+    for stage in range(stages):
+        distances = [STAGE_WORDS * stage + i for i in range(0, of_warp, 4 * _WIDE)]
+        of_rows, of_tokens = (
+            [
+                memory.load_row(ref, place, left, distances, _WIDE, is_there=is_there)
+                for place, is_there in zip(places, flags, strict=True)
             ]
-            of_stage = [of[i * WORDS :][:WORDS] for of in of_rows]
-            sums = products.add_words(of_stage, of_tokens, sums, dtype=w.dtype)
+            for ref, places, flags in ((w, rows, are_open), (x, tokens, are_there))
+        )
+        sums = products.add_words(of_rows, of_tokens, sums, dtype=w.dtype)
     products.put(parts, jnp.int32(0), sums, wg)
     meet(together)
 
