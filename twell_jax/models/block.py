@@ -91,8 +91,5 @@ def _kernels(config: ModelConfig) -> TransformerKernels | None:
     w = jax.ShapeDtypeStruct((config.d_ff, config.d_model), config.dtype)
     if config.ffn_implementation == "mosaic":  # also those of a card that nobody measured
         kernels, _ = dispatch.back_end(w)
-    else:
-        kernels = dispatch.recorded_back_end(w)
-    if kernels is not None and config.matmul_dtype is not None and kernels.no_8_bits():
-        return None
-    return kernels
+        return kernels
+    return dispatch.recorded_back_end(w)

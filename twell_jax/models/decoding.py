@@ -36,8 +36,10 @@ def read_prompts(
     """`model.prefill(tokens, capacity, lengths)`, where the config leaves the choice by XLA alone
     if there are fewer than 1024 tokens.
 
-    A whole model then gains nothing by kernels (0.99x for 512 tokens of 2b, record
-    `inference-cached-nvidia-h200-20261126-4`), and they take longer to trace and to compile.
+    512 tokens of 2b gained nothing by kernels (0.99x, record
+    `inference-cached-nvidia-h200-20261126-4`). Up to 64 would gain 7 us a layer (record
+    `ffn-few-nvidia-h200-20261127`), in between nobody has timed a model; but to trace and to
+    compile kernels takes a second or two.
     """
     if tokens.size < dispatch.MANY_TOKENS:
         model = _without_kernels(model)

@@ -2,8 +2,8 @@
 
 `WGMMA` is Hopper's: a warpgroup multiplies from shared memory, without waiting. `MMA` does what
 GPUs with TMA but without WGMMA can (RTX PRO 6000, RTX 50): warps load operands into registers and
-multiply by `mma.sync` (`warp_mma`), in 99 KB. Kernels ask for the `current()` one when they are
-traced; their epilogues get the same accumulators from both.
+multiply by `mma.sync` (`warp_mma`), in 99 KB. `CP_ASYNC` does so without TMA. Kernels ask for the
+`current()` one when they are traced; their epilogues get the same accumulators from all.
 """
 
 import abc

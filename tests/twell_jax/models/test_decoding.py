@@ -17,15 +17,7 @@ from tests.twell_jax import drawn
 from tests.twell_jax.models.decode_steps import abstract, made, one_step
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe
-from twell_jax.models import (
-    DECODE_OPTIONS,
-    KVCache,
-    decode,
-    explain_decoding,
-    graphdef,
-    laid_out,
-    read_prompts,
-)
+from twell_jax.models import DECODE_OPTIONS, KVCache, decode, explain_decoding, graphdef, laid_out
 from twell_jax.models.quantised import ATTENTION, COVERED
 
 MODEL = {
@@ -248,24 +240,6 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
         CannotServe, match=f"decode_implementation='mosaic' .*{message}.*; leave it out"
     ):
         jax.eval_shape(step, params, cache)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "tokens", "by_kernels"),
-    [(None, 1023, False), (None, 1024, True), ("mosaic", 1023, True), ("mosaic", 3, True)],
-)
-def test_short_prompts_are_read_by_xla_if_nobody_names_an_implementation(
-    implementation, tokens, by_kernels
-):
-    config, params = abstract(**MODEL | {"ffn_implementation": implementation})
-    graph = graphdef(config)
-
-    def read(params, prompt):
-        return read_prompts(nnx.merge(graph, params), prompt, 1024)
-
-    prompt = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    with jax.sharding.use_abstract_mesh(H100):
-        assert (kernel_calls(read, params, prompt) > 0) == by_kernels
 
 
 @pytest.mark.parametrize("live_width", [False, True])
