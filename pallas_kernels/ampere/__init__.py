@@ -12,11 +12,11 @@ from pallas_kernels.ampere import few_tokens
 from pallas_kernels.hopper.common import support
 from pallas_kernels.hopper.common.engine import CP_ASYNC, by
 
-fused_ffn = hopper.fused_ffn
+fused_ffn = by(CP_ASYNC, hopper.fused_ffn)
 neuron_lists = hopper.neuron_lists
 no_8_bits = hopper.no_8_bits
 norm_grads = hopper.norm_grads
-place_rows = hopper.place_rows
+place_rows = by(CP_ASYNC, hopper.place_rows)
 round_both = hopper.round_both
 round_tokens = hopper.round_tokens
 transposed = hopper.transposed

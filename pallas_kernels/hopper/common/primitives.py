@@ -16,10 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.hopper.common import simt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,30 +110,3 @@ class Primitive[**P, R]:
 def primitive[**P, R](on_device: Callable[P, R]) -> Primitive[P, R]:
     """Makes a `Primitive` of a function that runs steps of `plgpu.inline_mgpu`."""
     return Primitive(on_device)
-
-
-def _control(what: str) -> None:
-    @plgpu.inline_mgpu()
-    def step(_):
-        if simt.is_from_hopper_on():  # else kernels run one after the other
-            mgpu.utils.inline_ptx(f"griddepcontrol.{what};", has_side_effects=True)
-
-    step()
-
-
-@primitive
-def launch_next() -> None:
-    """Lets the next kernel start (programmatic dependent launch)."""
-    _control("launch_dependents")
-
-
-@primitive
-def await_previous() -> None:
-    """Waits until the kernels before this one have ended, and their stores can be read."""
-    _control("wait")
-
-
-@launch_next.in_jax
-@await_previous.in_jax
-def _one_after_the_other() -> None:
-    """The interpreter runs one kernel after the other."""

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import support, warpgroup
-from pallas_kernels.hopper.common.primitives import launch_next
+from pallas_kernels.hopper.common.dependent_launch import launch_next
 from pallas_kernels.hopper.common.tiles import TILED
 from pallas_kernels.hopper.decode import attend, cluster, combine
 from pallas_kernels.hopper.decode.launch import Phase, launched, only

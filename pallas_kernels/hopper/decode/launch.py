@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import versions
-from pallas_kernels.hopper.common.primitives import await_previous
+from pallas_kernels.hopper.common.dependent_launch import await_previous
 from pallas_kernels.hopper.decode import grid
 from pallas_kernels.hopper.decode.token_ring import clusters_at_once, fitting
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.common.primitives import launch_next
+from pallas_kernels.hopper.common.dependent_launch import launch_next
 from pallas_kernels.hopper.decode import cluster, token_columns
 from pallas_kernels.hopper.decode.launch import Phase
 from pallas_kernels.hopper.decode.token_ring import (

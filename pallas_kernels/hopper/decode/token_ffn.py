@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import register_rows
-from pallas_kernels.hopper.common.primitives import await_previous, launch_next
+from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.decode import (
     active_counts,
     active_gates,

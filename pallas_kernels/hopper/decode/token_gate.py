@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.common import register_rows, warpgroup
-from pallas_kernels.hopper.common.primitives import launch_next
+from pallas_kernels.hopper.common.dependent_launch import launch_next
 from pallas_kernels.hopper.decode import active_counts, active_gates, token_columns, votes
 from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.hopper.decode.launch import Phase, launched

@@ -36,8 +36,8 @@ from pallas_kernels.hopper.common import (
     support,
     versions,
 )
+from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.common.engine import Factor, current
-from pallas_kernels.hopper.common.primitives import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
 from pallas_kernels.hopper.common.warpgroup import fence

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import register_rows, scalars, support
-from pallas_kernels.hopper.common.primitives import await_previous
+from pallas_kernels.hopper.common.dependent_launch import await_previous
 from pallas_kernels.hopper.common.support import sm_count
 
 

@@ -24,7 +24,8 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import quantised
 from pallas_kernels.hopper.common import lists, register_rows, scalars, simt, support
-from pallas_kernels.hopper.common.primitives import launch_next, primitive
+from pallas_kernels.hopper.common.dependent_launch import launch_next
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.quantised import Operand, Tokens

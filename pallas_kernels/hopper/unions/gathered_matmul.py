@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import copies, engine
-from pallas_kernels.hopper.common.primitives import launch_next
+from pallas_kernels.hopper.common.dependent_launch import launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, tiled
 from pallas_kernels.hopper.unions import pipeline

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common.primitives import await_previous
+from pallas_kernels.hopper.common.dependent_launch import await_previous
 from pallas_kernels.hopper.common.scalars import read
 from pallas_kernels.hopper.decode.one_launch import dense_rows, open_rows
 from pallas_kernels.hopper.decode.one_launch.block import Block, Operands
