@@ -162,23 +162,32 @@ class _MMA(Engine):
             release(k, k < steps - 1)
             return acc
 
-        acc = warp_mma.in_wgmma_layout(
-            lax.fori_loop(0, steps, step, _zeros(columns)), lambda: scratch(steps - 1)
-        )
+        acc = lax.fori_loop(0, steps, step, _zeros(columns))
+        acc = self._in_wgmma_layout(acc, lambda: scratch(steps - 1))
         release(steps - 1, None if isinstance(steps, int) else steps > 0)
         return acc
 
     def sum_in_pipeline(self, pipeline, columns, scratch=None):
         accs = pipeline(list(map(_zeros, columns)))
-        return [warp_mma.in_wgmma_layout(acc, scratch) for acc in accs]
+        return [self._in_wgmma_layout(acc, scratch) for acc in accs]
 
     def step(self, carry, products):
         carry = [
             warp_mma.multiply(acc, a.ref, b.ref, a_by_k=bool(a.k_axis), b_by_k=bool(b.k_axis))
             for acc, (a, b) in zip(carry, products, strict=True)
         ]
-        end_reads()
+        self._end_reads()
         return carry
+
+    def _in_wgmma_layout(self, acc, scratch):
+        laid_out = warp_mma.in_wgmma_layout(acc, scratch)
+        if laid_out is not acc:
+            self._end_reads()
+        return laid_out
+
+    def _end_reads(self):
+        if self.has_tma:
+            end_reads()
 
 
 def _wgmma(acc, a: Factor, b: Factor) -> None:

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
-from pallas_kernels.hopper.common import lanes, scalars, simt
+from pallas_kernels.hopper.common import engine, lanes, scalars, simt
 from pallas_kernels.hopper.common.primitives import count_together, primitive
 from pallas_kernels.hopper.common.scalars import INT32, SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -95,10 +95,12 @@ def _(counters_ref, length_ref, blocks):
 def acquire() -> None:
     """Lets this thread, and its TMA copies, see a list that another kernel has finished."""
 
+    by_tma = engine.current().has_tma
+
     @plgpu.inline_mgpu()
     def step(_):
         mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-        if simt.is_from_hopper_on():
+        if by_tma:
             mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     step()

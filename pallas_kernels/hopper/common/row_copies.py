@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common import engine, lanes, simt
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -161,6 +161,8 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
     width = _lane_chunks(rows, count)
     has_idle_lanes = width > chunks or _LANES * rows != width * count
     swizzle = {128: 0, 64: 1, 32: 2}[row_bytes]  # of a row's number, this bit and those above it
+    # Short rows of several groups lie in the same banks, so that groups take theirs in turn.
+    turns = min(rows, 1 << swizzle)
     d = source_ref.shape[1]
     target_type = plgpu.RefType(tiled(target_ref.dtype, columns))
 
@@ -169,6 +171,13 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
         group, first_chunk = _group_and_chunk(rows, count)
         first_row = arith.muli(group, const(rows))
         row_in_tile = arith.remui(first_row, const(_TILE_ROWS))
+        turn = arith.andi(group, const(turns - 1))
+        my_indices = [mgpu.utils.bitcast(i, turn.type) for i in indices.registers]
+        for bit in (b for b in (1, 2) if b < turns):
+            is_other = lanes.nonzero(arith.andi(turn, const(bit)))
+            my_indices = [
+                arith.select(is_other, my_indices[i ^ bit], my_indices[i]) for i in range(rows)
+            ]
         if has_idle_lanes:
             is_busy = arith.andi(
                 simt.less(first_row, const(count)), simt.less(first_chunk, const(chunks))
@@ -191,20 +200,23 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
             source = simt.gmem_address(source_ref, arith.muli(my_column, const(size)))
             is_column = simt.less(my_column, const(d))
             my_limit = arith.subi(limit.registers.item(), first_row)
-            for i, index in enumerate(indices.registers):
-                is_row = arith.cmpi(arith.CmpIPredicate.slt, const(i), my_limit)
+            for i, index in enumerate(my_indices):
+                mine = arith.xori(const(i), turn)
+                is_row = arith.cmpi(arith.CmpIPredicate.slt, mine, my_limit)
                 my_chunk = arith.xori(swizzled, const(i >> swizzle))
+                low = arith.muli(arith.xori(const(i % turns), turn), const(row_bytes))
+                distance = i // turns * turns * row_bytes
                 mgpu.utils.inline_ptx(
                     f"""{{.reg .b32 index, bytes; .reg .b64 address;
                         selp.b32 bytes, 16, 0, $3;
                         selp.b32 index, $2, 0, $3;
                         mad.wide.u32 address, index, {size * d}, $1;
                         {"@$4" if has_idle_lanes else ""}
-                        cp.async.cg.shared.global [$0 + {i * row_bytes}], [address], 16,
+                        cp.async.cg.shared.global [$0 + {distance}], [address], 16,
                         bytes;}}""",
-                    arith.addi(place, arith.muli(my_chunk, const(_CHUNK))),
+                    arith.addi(arith.addi(place, low), arith.muli(my_chunk, const(_CHUNK))),
                     source,
-                    mgpu.utils.bitcast(index, my_column.type),
+                    index,
                     arith.andi(is_row, is_column),
                     *([is_busy] if has_idle_lanes else []),
                     has_side_effects=True,
@@ -228,14 +240,30 @@ def _group_and_chunk(rows: int, count: int):
 
 
 @primitive
+def commit() -> None:
+    """The copies so far, of a step, are what `await_rows` counts as one."""
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+    step()
+
+
+@commit.in_jax
+def _copied() -> None:
+    """The interpreter copies at once."""
+
+
+@primitive
 def await_rows(*, lag: int) -> None:
     """Commits the copies of one step, and waits for those of all steps but the last `lag`."""
+    fence = "fence.proxy.async.shared::cta;" if engine.current().has_tma else ""  # for WGMMA
 
     @plgpu.inline_mgpu()
     def step(_):
         mgpu.utils.inline_ptx(
-            f"cp.async.commit_group; cp.async.wait_group {lag}; " + simt.proxy_fence(),
-            has_side_effects=True,
+            f"cp.async.commit_group; cp.async.wait_group {lag}; {fence}", has_side_effects=True
         )
 
     step()

@@ -26,13 +26,8 @@ def thread() -> ir.Value:
 
 
 def is_from_hopper_on() -> bool:
-    """Whether code is made for a GPU with TMA and programmatic dependent launch."""
+    """Whether code is made for a Hopper GPU or a later one."""
     return mgpu.utils.get_arch().major >= 9
-
-
-def proxy_fence() -> str:
-    """What orders a thread's accesses to SMEM and those of TMA; nothing on GPUs without."""
-    return "fence.proxy.async.shared::cta;" if is_from_hopper_on() else ""
 
 
 def lane_and_warp() -> tuple[ir.Value, ir.Value]:

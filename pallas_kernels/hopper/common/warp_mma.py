@@ -93,7 +93,7 @@ def in_wgmma_layout(acc: jax.Array, scratch: Callable[[], Any] | None) -> jax.Ar
     Args:
       acc: the parts.
       scratch: called if they are quarters, returns SMEM of a multiple of 2048 bytes in one piece,
-        with transforms `tiled`. All copies from it have ended; afterwards, TMA may write there.
+        with transforms `tiled`. All copies from it have ended.
     """
     if not _has_quarters(acc.shape[1]):
         return acc
@@ -237,8 +237,6 @@ def _from_partner(given: list[ir.Value], scratch: ir.Value, room: int) -> list[i
                 has_side_effects=True,
             )
             got += _pairs(list(numbers))
-    if fence := simt.proxy_fence():  # for TMA
-        mgpu.utils.inline_ptx(fence, has_side_effects=True)
     return got
 
 

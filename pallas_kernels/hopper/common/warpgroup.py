@@ -3,7 +3,6 @@
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import simt
 from pallas_kernels.hopper.common.primitives import primitive
 
 
@@ -41,8 +40,7 @@ def end_reads() -> None:
 
     @plgpu.inline_mgpu()
     def step(_):
-        if fence := simt.proxy_fence():
-            mgpu.utils.inline_ptx(fence, has_side_effects=True)
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
     step()
 
