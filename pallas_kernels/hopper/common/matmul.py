@@ -7,6 +7,9 @@ hand their accumulators to the epilogue. By WGMMA a stage passes from the produc
 consumer, then to the second, then back: the second stays a step behind, so that it still multiplies
 when the first begins its epilogue. The ring runs on across output blocks, so that the next operands
 are there when an epilogue ends.
+
+Without TMA there is no producer, as no warpgroup could give it registers: each consumer copies its
+half of a stage by `cp.async`, some steps ahead of the one that it multiplies.
 """
 
 import dataclasses
@@ -20,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import copies, engine, versions
+from pallas_kernels.hopper.common import copies, engine, row_copies, versions
 from pallas_kernels.hopper.common.engine import Engine, Factor
 from pallas_kernels.hopper.common.scales import of_columns, of_rows, padded
 from pallas_kernels.hopper.common.support import sm_count
@@ -124,7 +127,8 @@ def matmul(
                 a=plgpu.SMEM((stages, BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype, step)),
                 b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype, b_shape[1])),
                 loaded=plgpu.Barrier(
-                    num_arrivals=copies.arrivals(1 + len(bs)), num_barriers=stages
+                    num_arrivals=1 + len(bs) if multiplier.has_tma else CONSUMERS,
+                    num_barriers=stages,
                 ),
                 handed=plgpu.Barrier(num_barriers=stages),
                 free=plgpu.Barrier(
@@ -135,7 +139,7 @@ def matmul(
         ),
         grid=(min(sm_count(), math.prod(blocks)),),
         grid_names=("sm",),
-        num_threads=CONSUMERS + 1,
+        num_threads=CONSUMERS + (1 if multiplier.has_tma else 0),
         thread_name="warpgroup",
         kernel_name=name,
         **cost,
@@ -170,9 +174,21 @@ class _Blocks:
 
         @plgpu.nd_loop((math.prod(self.shape),), collective_axes="sm")
         def _(loop):
-            (index,) = loop.index
-            block, tile = plgpu.planar_snake(index, self.shape, 1, self.schedule.grid_tile_width)
-            body(block, tile, loop.local_index * self.steps)
+            body(*self._place(*loop.index), loop.local_index * self.steps)
+
+    def _place(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return plgpu.planar_snake(index, self.shape, 1, self.schedule.grid_tile_width)
+
+    def of_step(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The row block and column tile of a step of this SM, and the step in that block."""
+        number, k = lax.div(step, jnp.int32(self.steps)), lax.rem(step, jnp.int32(self.steps))
+        return *self._place(number * lax.axis_size("sm") + lax.axis_index("sm")), k
+
+    @property
+    def all_steps(self) -> jax.Array:
+        """Of this SM."""
+        left = math.prod(self.shape) - lax.axis_index("sm")
+        return pl.cdiv(left, lax.axis_size("sm")) * self.steps
 
     def stage(self, step: jax.Array) -> jax.Array:
         """The stage of the ring that a step takes."""
@@ -215,8 +231,10 @@ def _kernel(
             acc = lax.cond(left < ACC_ROWS, cut, lambda: acc)
         epilogue(acc, slab, tile, *outs, **scratch)
 
+    load = functools.partial(_load, blocks, ring, a_gmem, bs_gmem)
+
     def consume():
-        _consume(blocks, ring, warpgroup, is_first, finish)
+        _consume(blocks, ring, warpgroup, is_first, finish, load)
         if limit is not None and leave_out is not None:
             others = dataclasses.replace(blocks, shape=(every[0] - computed, every[1]))
 
@@ -224,43 +242,86 @@ def _kernel(
             def _(block, tile, _):
                 leave_out(CONSUMERS * (computed + block) + warpgroup, tile, *outs)
 
-    lax.cond(warpgroup == CONSUMERS, lambda: _produce(blocks, ring, a_gmem, bs_gmem), consume)
+    if multiplier.has_tma:
+        lax.cond(warpgroup == CONSUMERS, lambda: _produce(blocks, ring, load), consume)
+    else:
+        consume()
 
 
-def _produce(blocks, ring, a_gmem, bs_gmem):
+def _load(blocks, ring, a_gmem, bs_gmem, step, block, tile, k, half=None):
+    """Starts to copy what a step multiplies: all, or of each operand the first or second half."""
+    s, (size, schedule) = blocks.stage(step), (ring["a"].shape[2], blocks.schedule)
+    loaded = ring["loaded"].at[s]
+
+    def part(rows):
+        middle = -(-rows // 16) * 8  # whole tiles
+        return {None: (0, rows), 0: (0, middle), 1: (middle, rows - middle)}[half]
+
+    def copy(source, rows, columns, target, first, count):
+        start, count = part(count)
+        if count:
+            mine = target.at[s, pl.ds(first + start, count)]
+            copies.load(source, (pl.ds(rows + start, count), columns), mine, loaded)
+
+    along_k = (tile % schedule.parts * blocks.steps + k) * size
+    column = tile // schedule.parts * schedule.columns
+    copy(a_gmem, block * BLOCK_ROWS, pl.ds(along_k, size), ring["a"], 0, BLOCK_ROWS)
+    for i, b in enumerate(bs_gmem):
+        if blocks.k_axis == 1:
+            first, count = i * schedule.columns, schedule.columns
+            copy(b, column, pl.ds(along_k, size), ring["b"], first, count)
+        else:
+            copy(b, along_k, pl.ds(column, schedule.columns), ring["b"], 0, size)
+
+
+def _produce(blocks, ring, load):
     blocks.multiplier.set_registers(40, "decrease")
-    schedule, step = blocks.schedule, ring["a"].shape[2]
 
     @blocks.for_each
     def _(block, tile, before):
-        rows, columns = (
-            pl.ds(i * size, size)
-            for i, size in ((block, BLOCK_ROWS), (tile // schedule.parts, schedule.columns))
-        )
-
         @pl.loop(0, blocks.steps)
         def _(k):
-            s = blocks.stage(before + k)
-            plgpu.barrier_wait(ring["free"].at[s])
-            loaded = ring["loaded"].at[s]
-            along_k = pl.ds((tile % schedule.parts * blocks.steps + k) * step, step)
-            copies.load(a_gmem, (rows, along_k), ring["a"].at[s], loaded)
-            for i, b in enumerate(bs_gmem):
-                if blocks.k_axis == 1:
-                    mine = pl.ds(i * schedule.columns, schedule.columns)
-                    part, target = (columns, along_k), ring["b"].at[s, mine]
-                else:
-                    part, target = (along_k, columns), ring["b"].at[s]
-                copies.load(b, part, target, loaded)
-            copies.hand_over(lambda k: ring["loaded"].at[blocks.stage(before + k)], k)
-
-        copies.hand_over_last(lambda k: ring["loaded"].at[blocks.stage(before + k)], blocks.steps)
+            plgpu.barrier_wait(ring["free"].at[blocks.stage(before + k)])
+            load(before + k, block, tile, k)
 
     for s in range(blocks.stages):
         plgpu.barrier_wait(ring["free"].at[s])
 
 
-def _consume(blocks, ring, warpgroup, is_first, finish):
+def _copy_ahead(blocks, ring, warpgroup, load):
+    """Without TMA: starts this warpgroup's copies for the first steps; returns what does so for
+    those behind a step, and sees to it that its own copies for that step have ended."""
+    ahead = blocks.stages - 1
+
+    def start(step):
+        @pl.when(step < blocks.all_steps)
+        def _():
+            plgpu.barrier_wait(ring["free"].at[blocks.stage(step)])
+            for half in range(CONSUMERS):
+                pl.when(warpgroup == half)(
+                    functools.partial(load, step, *blocks.of_step(step), half)
+                )
+
+    def end(step, lag):
+        row_copies.await_rows(lag=lag)
+        plgpu.barrier_arrive(
+            ring["loaded"].at[blocks.stage(step)], predicate=step < blocks.all_steps
+        )
+
+    for step in range(ahead):
+        start(jnp.int32(step))
+        if step < ahead - 1:
+            row_copies.commit()
+    end(jnp.int32(0), ahead - 1)
+
+    def go_on(step):
+        start(step + ahead)
+        end(step + 1, ahead - 1)
+
+    return go_on
+
+
+def _consume(blocks, ring, warpgroup, is_first, finish, load):
     loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
     blocks.multiplier.set_registers(232, "increase")
     my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
@@ -268,6 +329,8 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
 
     for s in range(blocks.stages):
         plgpu.barrier_arrive(free.at[s], predicate=gives_back)
+    has_tma = blocks.multiplier.has_tma
+    copy_ahead = None if has_tma else _copy_ahead(blocks, ring, warpgroup, load)
 
     @blocks.for_each
     def _(block, tile, before):
@@ -276,6 +339,8 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
 
         def take(k):
             s = blocks.stage(before + k)
+            if copy_ahead is not None:
+                copy_ahead(before + k)
             if blocks.multiplier.staggered:
                 lax.cond(
                     is_first,
@@ -298,6 +363,9 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
         finish(acc, CONSUMERS * block + warpgroup, tile)
 
     copies.await_stores(0)
+    if copy_ahead is not None:
+        for s in range(blocks.stages):
+            plgpu.barrier_wait(free.at[s])
 
 
 def _both(one, other):
