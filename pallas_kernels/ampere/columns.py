@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.decode.one_launch import lane, memory, open_lists, products
 from pallas_kernels.hopper.decode.one_launch.block import meet
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARPS
@@ -20,6 +21,7 @@ from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
 
 _THREADS = 2 * LANES
 _WORDS = ROWS // 2  # of a row's columns
+_LISTED = 1024  # open rows that are listed
 
 
 def down(hidden: jax.Array, masks: jax.Array, w: jax.Array, m: int) -> jax.Array:
@@ -41,7 +43,7 @@ def down(hidden: jax.Array, masks: jax.Array, w: jax.Array, m: int) -> jax.Array
         scratch_types=dict(
             smem=dict(
                 masks=plgpu.SMEM((h // ROWS,), jnp.int32),
-                listed=plgpu.SMEM((open_lists.LISTED,), jnp.int32),
+                listed=plgpu.SMEM((min(h, _LISTED),), jnp.int32),
                 counts=plgpu.SMEM((BLOCK_WARPS,), jnp.int32),
                 columns=plgpu.SMEM((_THREADS, _WORDS), jnp.int32),
                 hidden=plgpu.SMEM((_THREADS, words), jnp.int32),
@@ -62,6 +64,8 @@ def down(hidden: jax.Array, masks: jax.Array, w: jax.Array, m: int) -> jax.Array
 
 
 def _down(hidden, masks, w, y, *, smem, together, tiles):
+    launch_next()
+    await_previous()
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     thread = lane.numbers() + LANES * wg
     found = _list(masks, smem, thread, together)
@@ -96,7 +100,8 @@ def _sum_of_rows(hidden, w, smem, thread, found, together, tiles):
     """Sums of each warp, of 16 columns of the open rows times their activations."""
     groups, words = len(hidden) // ROWS, hidden.shape[1] // 2
     pitch = smem["hidden"].shape[1]
-    steps = pl.cdiv(open_lists.to_look_at(found, groups), _THREADS)
+    ahead = min(tiles, 2)  # steps whose rows are on their way: few tokens open few rows
+    steps = pl.cdiv(open_lists.to_look_at(smem, found, groups), _THREADS)
 
     def request(i):
         """A lane's columns of its row in a step, and that row's activations; or zeros."""
@@ -110,11 +115,12 @@ def _sum_of_rows(hidden, w, smem, thread, found, together, tiles):
             return found
 
         of_columns = load(w, w.shape[1] // 2, lax.axis_index("block") * _WORDS, _WORDS)
-        return *of_columns, *load(hidden, words, 0, words)
+        return tuple(of_columns + load(hidden, words, 0, words))
 
     def step(i, carry):
-        sums, *row = carry
-        following = request(i + 1)
+        sums, row, *others = carry
+        row = [*row]
+        following = request(i + ahead)
         for start in range(0, _WORDS, 4):
             place = thread * _WORDS + start
             memory.scatter_four(smem["columns"], place, row[start : start + 4])
@@ -126,7 +132,7 @@ def _sum_of_rows(hidden, w, smem, thread, found, together, tiles):
             smem["columns"], smem["hidden"], [*sums], lax.axis_index("wg"), dtype=w.dtype
         )
         meet(together)
-        return tuple(sums), *following
+        return tuple(sums), *others, following
 
-    start = tuple(products.zeros(tiles)), *request(jnp.int32(0))
+    start = tuple(products.zeros(tiles)), *(request(jnp.int32(i)) for i in range(ahead))
     return [*lax.fori_loop(0, steps, step, start)[0]]

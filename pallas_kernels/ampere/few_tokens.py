@@ -1,7 +1,7 @@
 """The whole feed-forward block for few tokens, on GPUs without clusters.
 
-Three kernels, each of which waits for the one before: `rows.gate` reads w_gate once, `rows.hidden`
-and `columns.down` the rows of w_up and w_down whose gates are open for a token; if all are, all.
+Two kernels: `rows.hidden` reads w_gate once, and the rows of w_up whose gates are open for a token,
+`columns.down` those of w_down. If all are open, they read all.
 """
 
 import jax
@@ -23,10 +23,7 @@ def few_tokens_ffn(
     if any(isinstance(w, Quantised) for w in weights.inner):
         return reference.few_tokens_ffn(x, weights, rectifier)
     m = len(x)
-    gates, masks = rows.gate(x, weights.activated, weights.live, rectifier)
-    hidden = gates
-    if weights.linear is not None:
-        hidden = rows.hidden(x, weights.linear, gates, masks, rectifier)
+    gates, hidden, masks = rows.hidden(x, weights, rectifier)
     y = columns.down(hidden, masks, weights.down, m)
     gates, hidden = gates[:, :m], hidden[:, :m]
     nnz = jnp.sum(gates != 0, axis=0, dtype=jnp.int32)

@@ -3,8 +3,8 @@
 Two warpgroups make a list from masks, of a bit for each of 16 rows, and take turns at its rows. If
 more rows are open than the list holds, they look at all rows' masks instead.
 
-Functions take shared memory by name: int32 `masks`, a word for each group of rows, `listed`, of
-`LISTED`, and `counts`, of a word for each warp.
+Functions take shared memory by name: int32 `masks`, a word for each group of rows, `listed`, the
+list, and `counts`, of a word for each warp.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,6 @@ from pallas_kernels.hopper.decode.one_launch import lane, memory
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS
-
-LISTED = 512  # open rows that are listed; of more, all rows are looked at
 
 
 def groups(rows: int, groups, thread: jax.Array) -> list[jax.Array]:
@@ -61,7 +59,7 @@ def fill(
             lane.keep_loop()
             for bit in range(4):
                 is_open = (mask >> (4 * i + bit)) & 1
-                is_listed = (is_open != 0) & (at < LISTED)
+                is_listed = (is_open != 0) & (at < len(smem["listed"]))
                 row = place * ROWS + 4 * i + bit
                 memory.scatter(smem["listed"], jnp.where(is_listed, at, -1), row)
                 at += is_open
@@ -72,15 +70,15 @@ def fill(
     return sum((memory.number_at(counts, i) for i in range(BLOCK_WARPS)), start=jnp.int32(0))
 
 
-def to_look_at(found: jax.Array, groups) -> jax.Array:
+def to_look_at(smem, found: jax.Array, groups) -> jax.Array:
     """How many numbers `row_at` has: those of rows that are listed, or of all."""
-    return jnp.where(found <= LISTED, found, groups * ROWS)
+    return jnp.where(found <= len(smem["listed"]), found, groups * ROWS)
 
 
 def row_at(smem, number: jax.Array, found: jax.Array, groups) -> jax.Array:
     """The row of each lane's number, of `to_look_at`; -1 where it has none, or it is not open."""
-    is_listed = found <= LISTED
-    listed = memory.gather(smem["listed"], jnp.minimum(number, LISTED - 1))
+    is_listed = found <= (most := len(smem["listed"]))
+    listed = memory.gather(smem["listed"], jnp.minimum(number, most - 1))
     mask = memory.gather(smem["masks"], jnp.where(number < groups * ROWS, number >> 4, -1))
     is_open = jnp.where(is_listed, number < found, ((mask >> (number & 15)) & 1) != 0)
     return jnp.where(is_open, jnp.where(is_listed, listed, number), -1)

@@ -237,7 +237,7 @@ def _sum_of_rows(block, layer, exchange_number, columns, found):
     way while those of one are multiplied.
     """
     shape, smem, thread = block.shape, block.smem, block.thread()
-    steps = pl.cdiv(open_lists.to_look_at(found, block.groups), _AT_ONCE)
+    steps = pl.cdiv(open_lists.to_look_at(smem, found, block.groups), _AT_ONCE)
     down, of_row = block.refs.down.at[layer], shape.width // 2
 
     def request(i):

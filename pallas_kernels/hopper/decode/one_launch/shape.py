@@ -7,12 +7,12 @@ import numpy as np
 
 from pallas_kernels.hopper.decode.one_launch import plan
 from pallas_kernels.hopper.decode.one_launch.attention import MOST_HEADS, key_tiles, keys_of_stage
-from pallas_kernels.hopper.decode.one_launch.open_lists import LISTED
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS, WORDS
 from pallas_kernels.rectifiers import Rectifier
 
 _SMEM = 226 * 1024  # bytes of a block, without barriers
+_LISTED = 512  # open rows that are listed; of more, all rows are looked at
 _ALIGNED = 1024  # bytes: where references to shared memory begin
 STAGE_BYTES = ROWS * STAGE_WORDS * 4
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
@@ -241,7 +241,7 @@ class Shape:
             "own_rows": ((self.most_gates * ROWS,), "int32"),
             "counts": ((BLOCK_WARPS + 1,), "int32"),
             "masks": ((self.neurons // ROWS,), "int32"),
-            "listed": ((LISTED,), "int32"),
+            "listed": ((_LISTED,), "int32"),
             "columns": ((256, 8), "int32"),
             "hidden": ((256, self.hidden_words), "int32"),
         }
