@@ -16,12 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
 from benchmarks import ffn, gradients, record
 from benchmarks.ffn import DTYPE, LAYERS, D, H, describe, draw
-from pallas_kernels.hopper.common import engine, matmul, versions
+from pallas_kernels.hopper.common import engine, lanes, matmul, simt
 from pallas_kernels.hopper.common.engine import Engine
+from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import ACC_ROWS
 from twell_jax import sparse_ffn
 from twell_jax.analysis import timing
@@ -97,9 +102,7 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     schedule = matmul.Schedule()
 
     def store(acc, slab, tile, out):
-        rows = pl.ds(slab * ACC_ROWS, ACC_ROWS)
-        columns = pl.ds(tile * schedule.columns, schedule.columns)
-        versions.store(out.at[rows, columns], acc.astype(out.dtype))
+        _store_tile(acc, out, slab * ACC_ROWS, tile * schedule.columns)
 
     return matmul.matmul(
         x,
@@ -109,6 +112,31 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
         scratch_types={},
         schedule=schedule,
     )
+
+
+def _store_tile(acc, out, first_row, first_column) -> None:
+    """Stores an accumulator to a part of `out` (GMEM, bfloat16), 16 bytes of each lane at once."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR))
+    def step(_, acc, out, first_row, first_column):
+        lane, warp = simt.lane_and_warp()
+        quad, quad_lane = arith.divui(lane, const(4)), arith.remui(lane, const(4))
+        row = arith.addi(arith.muli(warp, const(16)), quad)
+        row = arith.addi(first_row.registers.item(), row)
+        column = arith.muli(quad_lane, const(8))
+        column = arith.addi(first_column.registers.item(), column)
+        registers = [
+            lanes.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", *lanes.elements(register))
+            for register in acc.registers.flat
+        ]
+        for half in (0, 1):  # a lane's upper and lower row
+            pairs, own = registers[half::2], arith.addi(row, const(8 * half))
+            address, _ = simt.element_address(out, own, column, jnp.dtype(DTYPE).itemsize)
+            for j in range(0, len(pairs), 4):
+                words = lanes.quad_transpose(pairs[j : j + 4], quad_lane)
+                simt.store_chunk(address, 16 * j, words, mgpu.c(1, ir.IntegerType.get_signless(1)))
+
+    step(acc, out, first_row, first_column)
 
 
 def blocks(pattern: str, nnz: float, m: int, d: int, h: int) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-pro
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS = f"gradients-{_H200}"
-ENGINES = f"engines-{_H200}"
+ENGINES = {"engine": f"engines-{_H200}", "ampere": f"engines-ampere-{_H200}"}
 PRECISION = f"precision-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
@@ -259,11 +259,11 @@ def _few(m: int, nnz: float) -> Figure:
     return Figure(value(FEW_TOKENS, row, "speedup"))
 
 
-def _by_mma(direction: str, pattern: str, products: int) -> Figure:
+def _by_mma(record: str, direction: str, pattern: str, products: int) -> Figure:
     """How many times as fast a block is as its dense twin's products, by the fastest `mma.sync`."""
     row = {"direction": direction, "pattern": pattern, "implementation": "mosaic", "m": 16384}
     by_mma = {"direction": "product", "implementation": lambda name: "mma.sync" in name}
-    fastest, block = least(ENGINES, by_mma, "ms"), value(ENGINES, row, "ms")
+    fastest, block = least(record, by_mma, "ms"), value(record, row, "ms")
     return Figure(lambda records: products * fastest(records) / block(records))
 
 
@@ -338,7 +338,8 @@ _BLOCKS = {
     **_gate_in_8_bits("recorded"),
     **_gate_in_8_bits("skewed"),
     **{
-        f"engine-{name}-{pattern}": _by_mma(direction, pattern, products)
+        f"{engine}-{name}-{pattern}": _by_mma(record, direction, pattern, products)
+        for engine, record in ENGINES.items()
         for name, direction, products in (
             ("forward", "forward", 3),
             ("both", "forward and backward", 9),
@@ -346,7 +347,8 @@ _BLOCKS = {
         for pattern in ("recorded", "skewed")
     },
     **{
-        f"engine-few-{m}": Figure(value(ENGINES, {"m": m, "implementation": "mosaic"}, "speedup"))
+        f"{engine}-few-{m}": Figure(value(record, {"m": m, "implementation": "mosaic"}, "speedup"))
+        for engine, record in ENGINES.items()
         for m in (1, 8, 32)
     },
     "exceeded-least": Figure(least(GRADIENTS, {"gradient_capacity": (0.5).__eq__}, "speedup")),

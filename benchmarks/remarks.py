@@ -83,6 +83,8 @@ REMARKS = {
         )
     },
     "engines-nvidia-h200-20261130-2": "Tests ran on the other GPU.",
+    "engines-ampere-nvidia-h200-20261130": "Tests ran on the other GPU. The product by mma.sync "
+    "stores 4 bytes of a lane at once; blocks do not.",
     "gradients-nvidia-h200-20261130": _REBASED.format("1d0b09c", "761e62e") + " It ended "
     "before the block without a gate by use. Other programs ran on the other GPU.",
     "torch_scoring-nvidia-h200-20261129-3": "The block's benchmark and tests ran on the other GPU.",

@@ -77,3 +77,15 @@ def ptx(code: str, *operands: ir.Value) -> ir.Value:
     """The i32 result of PTX `code`, which the compiler neither moves nor removes."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(code, *operands, result_types=i32, has_side_effects=True)
+
+
+def quad_transpose(words: list[ir.Value], quad_lane: ir.Value) -> list[ir.Value]:
+    """Transposes the quad's 4 x 4 words: word i of lane p becomes word p of lane i."""
+    for distance in (1, 2):
+        is_second = nonzero(arith.andi(quad_lane, const(distance)))
+        for i in (i for i in range(4) if not i & distance):
+            low, high = words[i], words[i + distance]
+            received = mgpu.utils.shfl_bfly(arith.select(is_second, low, high), distance)
+            words[i] = arith.select(is_second, received, low)
+            words[i + distance] = arith.select(is_second, high, received)
+    return words

@@ -289,8 +289,8 @@ def _produce(blocks, ring, load):
 
 
 def _copy_ahead(blocks, ring, warpgroup, load):
-    """Without TMA: starts this warpgroup's copies for the first steps; returns what does so for
-    those behind a step, and sees to it that its own copies for that step have ended."""
+    """Without TMA: starts this warpgroup's copies for the first steps. Returns a function that goes
+    on with those some steps behind a step, and hands those over that end in front of the next."""
     ahead = blocks.stages - 1
 
     def start(step):
@@ -302,8 +302,8 @@ def _copy_ahead(blocks, ring, warpgroup, load):
                     functools.partial(load, step, *blocks.of_step(step), half)
                 )
 
-    def end(step, lag):
-        row_copies.await_rows(lag=lag)
+    def end(step):
+        row_copies.await_rows(lag=ahead - 1)
         plgpu.barrier_arrive(
             ring["loaded"].at[blocks.stage(step)], predicate=step < blocks.all_steps
         )
@@ -312,11 +312,11 @@ def _copy_ahead(blocks, ring, warpgroup, load):
         start(jnp.int32(step))
         if step < ahead - 1:
             row_copies.commit()
-    end(jnp.int32(0), ahead - 1)
+    end(jnp.int32(0))
 
     def go_on(step):
         start(step + ahead)
-        end(step + 1, ahead - 1)
+        end(step + 1)
 
     return go_on
 

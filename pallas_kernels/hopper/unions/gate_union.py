@@ -378,18 +378,6 @@ def _store_row(
         mgpu.utils.inline_ptx(
             f"st.global.v4.b32 [$0 + {16 * j}], {{$1, $2, $3, $4}};",
             address,
-            *_quad_transpose(pairs[j : j + 4], quad_lane),
+            *lanes.quad_transpose(pairs[j : j + 4], quad_lane),
             predicate=is_used,
         )
-
-
-def _quad_transpose(words: list[ir.Value], quad_lane: ir.Value) -> list[ir.Value]:
-    """Transposes the quad's 4 x 4 words: word i of lane p becomes word p of lane i."""
-    for distance in (1, 2):
-        is_second = lanes.nonzero(arith.andi(quad_lane, const(distance)))
-        for i in (i for i in range(4) if not i & distance):
-            low, high = words[i], words[i + distance]
-            received = mgpu.utils.shfl_bfly(arith.select(is_second, low, high), distance)
-            words[i] = arith.select(is_second, received, low)
-            words[i + distance] = arith.select(is_second, high, received)
-    return words
