@@ -9,7 +9,6 @@ is the time of the three or nine products of its dense twin, each as the fastest
 of few tokens, which memory limits on any card, is compared with XLA's.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -49,8 +48,8 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--back-end", choices=ENGINES, default="MMA")
     args = parser.parse_args()
-    os.environ["TWELL_JAX_BACK_END"] = args.back_end
-    record.write_as_they_come("engines", measure(args.back_end), args.out)
+    name = record.force(args.back_end, "engines")
+    record.write_as_they_come("engines", measure(args.back_end), args.out, name)
 
 
 def measure(back_end: str, m: int = M, d: int = D, h: int = H) -> Iterator[dict[str, Any]]:

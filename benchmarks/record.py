@@ -66,9 +66,22 @@ def command(benchmark: str, description: str, rows: Iterable[dict[str, Any]]) ->
     write_as_they_come(benchmark, rows, args.out)
 
 
-def write_as_they_come(benchmark: str, rows: Iterable[dict[str, Any]], directory: Path) -> None:
-    """Writes and prints each row once it is measured, so that an interrupted run keeps its rows."""
-    measured, path = [], new_path(benchmark, directory)
+def force(back_end: str | None, benchmark: str) -> str:
+    """Has blocks use a back end, if one is named; returns the name of the benchmark's record."""
+    if back_end is None:
+        return benchmark
+    os.environ["TWELL_JAX_BACK_END"] = back_end
+    return f"{benchmark}-{back_end.lower()}"
+
+
+def write_as_they_come(
+    benchmark: str, rows: Iterable[dict[str, Any]], directory: Path, name: str | None = None
+) -> None:
+    """Writes and prints each row once it is measured, so that an interrupted run keeps its rows.
+
+    The record has a `name` if it is not the benchmark's.
+    """
+    measured, path = [], new_path(name or benchmark, directory)
     for row in rows:
         measured.append(row)
         write(benchmark, measured, path)

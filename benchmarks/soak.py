@@ -1,6 +1,6 @@
 """Compares very many random rows of the block, and of its gradients, with dense ones in float64.
 
-    python -m benchmarks.soak [--rows 1e8] [--seed N] [--out DIRECTORY]
+    python -m benchmarks.soak [--rows 1e8] [--seed N] [--back-end MMA | Ampere] [--out DIRECTORY]
 
 Patterns come from ten families, each call draws another one, and every row is checked by itself. A
 row is wrong if its error is larger than rounding explains: that of its terms, by the norm that they
@@ -325,17 +325,19 @@ def soak(programs: list[Program], rows: float, seed: int) -> Iterator[list[dict[
         ]
 
 
-def arguments(description: str | None, rows: float) -> argparse.Namespace:
-    """The command line of a soak: rows, seed and out."""
-    parser = record.parser(description)
-    parser.add_argument("--rows", type=float, default=rows, help="at least so many are compared")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+def parser(description: str | None, rows: float) -> argparse.ArgumentParser:
+    """Of the command line of a soak: rows, seed and out."""
+    made = record.parser(description)
+    made.add_argument("--rows", type=float, default=rows, help="at least so many are compared")
+    made.add_argument("--seed", type=int, default=0)
+    return made
 
 
 def main() -> None:
-    args = arguments(__doc__, rows=1e8)
-    path = record.new_path("soak", args.out)
+    made = parser(__doc__, rows=1e8)
+    made.add_argument("--back-end", choices=("MMA", "Ampere"))
+    args = made.parse_args()
+    path = record.new_path(record.force(args.back_end, "soak"), args.out)
     for rows in soak(list(itertools.product(CASES, FAMILIES)), args.rows, args.seed):
         record.write("soak", rows, path, seed=args.seed)  # a run that is cut off leaves this
         counts = (sum(row[name] for row in rows) for name in ("rows", "wrong"))

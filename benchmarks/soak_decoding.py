@@ -19,7 +19,7 @@ from flax import nnx
 from jax.scipy.stats import norm
 
 from benchmarks import caches, record
-from benchmarks.soak import arguments
+from benchmarks.soak import parser
 from twell_jax import models
 from twell_jax.config import ModelConfig
 from twell_jax.models import DECODE_OPTIONS, Transformer, graphdef
@@ -170,7 +170,7 @@ def soak(cases: list[Case], rows: float, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    args = arguments(__doc__, rows=1e6)
+    args = parser(__doc__, rows=1e6).parse_args()
     rows = soak(CASES, args.rows, args.seed)
     record.write_as_they_come("soak_decoding", rows, args.out)
 

@@ -175,7 +175,7 @@ def _kernel(x, w_gate, w_up, live, masks, gates, *hidden, smem, together, groups
                 g = jnp.where(first * ROWS + row < limit, g, 0.0)
             bits = lane.pack(g, g, x.dtype) & 0xFFFF
             memory.store(gates, place_of(row, tile), bits, bytes_of=2)
-            for out in hidden:  # until the gate's product is there
+            for out in hidden:  # what stays of rows that are not open
                 memory.store(out, place_of(row, tile), lane.full(0), bytes_of=2)
             memory.scatter(smem["gates"], kept(row, tile), bits)
             is_open = is_open | bits

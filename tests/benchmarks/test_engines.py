@@ -47,5 +47,6 @@ def test_it_forces_the_back_end(options, monkeypatch, tmp_path):
         patch.setattr(os, "environ", dict(os.environ))
         engines.main()
     *_, name = ["MMA", *options]
-    (path,) = tmp_path.glob("engines-*.json")
-    assert json.loads(path.read_text())["rows"] == [{name: name}]
+    (path,) = tmp_path.glob(f"engines-{name.lower()}-*.json")
+    found = json.loads(path.read_text())
+    assert found["benchmark"] == "engines" and found["rows"] == [{name: name}]

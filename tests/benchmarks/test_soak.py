@@ -1,6 +1,8 @@
 """benchmarks.soak: no row is wrong, and each kind of wrong row is found."""
 
 import itertools
+import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from benchmarks.tables import block
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
+NAME = "TWELL_JAX_BACK_END"
 FEW = soak.Case(33, 128, 256, True, soak.FEW)
 UNIONS = soak.Case(301, 128, 256, True, soak.UNIONS)
 EXTRAS = [
@@ -100,3 +103,14 @@ def test_the_page_of_shapes_has_a_line_for_each_kind():
     lines = TABLES["soak_shapes"].render([row, worse, row | {"m": 100}]).splitlines()
     assert "| 1 to 16 | 2 | 8 | 1 | 1.50 | 5 x 320 x 256 |" in lines
     assert "| more than 64 | 1 | 3 | 0 | 0.50 | 100 x 192 x 256 |" in lines
+
+
+def test_a_forced_back_end_is_in_the_records_name(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(NAME, "")  # and what it was comes back
+    row = {"rows": 3, "wrong": 0}
+    monkeypatch.setattr(soak, "soak", lambda *_: iter([[row | {"by": os.environ[NAME]}]]))
+    monkeypatch.setattr("sys.argv", ["soak", "--back-end", "Ampere", "--out", str(tmp_path)])
+    soak.main()
+    (path,) = tmp_path.glob("soak-ampere-*.json")
+    assert json.loads(path.read_text())["rows"] == [row | {"by": "Ampere"}]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["3 rows, 0 wrong", str(path)]
