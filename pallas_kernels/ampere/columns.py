@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common import params
 from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.decode.one_launch import lane, memory, open_lists, products
 from pallas_kernels.hopper.decode.one_launch.block import meet
@@ -56,9 +57,7 @@ def down(hidden: jax.Array, masks: jax.Array, w: jax.Array, m: int) -> jax.Array
         num_threads=2,
         thread_name="wg",
         kernel_name="few_down",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     return kernel(hidden, masks, w)
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common import params
 from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.decode.one_launch import (
@@ -89,9 +90,7 @@ def hidden(
         num_threads=2,
         thread_name="wg",
         kernel_name="few_hidden",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     masks, gates, *others = kernel(x, weights.activated, weights.linear, weights.live)
     return gates, *(others or [gates]), masks

@@ -43,13 +43,15 @@ class Limits(NamedTuple):
 
 BACK_ENDS = {"90a": HOPPER, "120a": MMA, "80": AMPERE, "86": AMPERE, "89": AMPERE}
 _WITHOUT_TMA = {  # where warpgroups cannot share registers out anew
-    "anonymous": Limits(spilled=568),  # gate_union and gate_pack
-    "fused_ffn": Limits(spilled=136),
-    "hidden_grads": Limits(spilled=520),
-    "hidden_kernel": Limits(spilled=260),
-    "union_down": Limits(spilled=240),
-    "union_up": Limits(spilled=404),
-    "weight_grads": Limits(spilled=332),
+    "anonymous": Limits(registers=255),  # gate_union and gate_pack, of 256 threads
+    "dense_block_up": Limits(registers=208),
+    "few_hidden": Limits(registers=184),
+    "fused_ffn": Limits(spilled=128),
+    "hidden_grads": Limits(spilled=512),
+    "hidden_kernel": Limits(spilled=348),
+    "union_down": Limits(spilled=224),
+    "union_up": Limits(spilled=396),
+    "weight_grads": Limits(spilled=328),
 }
 LIMITS = {  # by architecture and the name of a kernel; others have the default
     "90a": {

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import copies, engine, row_copies, versions
+from pallas_kernels.hopper.common import copies, engine, params, row_copies, versions
 from pallas_kernels.hopper.common.engine import Engine, Factor
 from pallas_kernels.hopper.common.scales import of_columns, of_rows, padded
 from pallas_kernels.hopper.common.support import sm_count
@@ -143,7 +143,7 @@ def matmul(
         thread_name="warpgroup",
         kernel_name=name,
         **cost,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=params.ORDERED,
     )
     return kernel(rows, scales, a, matrices)
 

@@ -11,7 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import eight_bits, simt, support
+from pallas_kernels.hopper.common import eight_bits, params, simt, support
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.quantised import E4M3, Quantised
@@ -38,9 +38,7 @@ def round_tokens(x: jax.Array) -> Quantised:
         grid=(pl.cdiv(m, _ROWS),),
         grid_names=("block",),
         kernel_name="round_tokens",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     return Quantised(*kernel(x))
 

@@ -11,6 +11,7 @@ has written can be read at once by a kernel that starts when all clusters behind
 phase, at least one, have waited for it (`token_ffn`).
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import versions
+from pallas_kernels.hopper.common import params, versions
 from pallas_kernels.hopper.common.dependent_launch import await_previous
 from pallas_kernels.hopper.decode import grid
 from pallas_kernels.hopper.decode.token_ring import clusters_at_once, fitting
@@ -135,9 +136,7 @@ def launch(*phases: Phase, arrivals: Arrivals | None = None) -> list[Any]:
         cluster_names=("subcluster", "part"),
         kernel_name="_and_".join(phase.name for phase in phases),
         **_cost(phases),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, **options
-        ),
+        compiler_params=dataclasses.replace(params.UNORDERED, **options),
     )
     written = iter(in_place.barrier(kernel(in_place.barrier(arrays), refs)))
     return [phase.form(*itertools.islice(written, len(phase.outs))) for phase in phases]

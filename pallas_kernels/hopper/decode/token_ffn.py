@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import register_rows
+from pallas_kernels.hopper.common import params, register_rows
 from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.decode import (
     active_counts,
@@ -285,9 +285,7 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
         cluster=(cut.subclusters, PARTS),
         cluster_names=("subcluster", "part"),
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     matrices = [None if w is None else Matrices.of((w,)) for w in (weights.linear, weights.down)]
     operands = in_place.barrier(Operands(gate, x, *matrices, layer, squares))

@@ -30,6 +30,7 @@ from pallas_kernels import quantised
 from pallas_kernels.hopper.common import (
     copies,
     lists,
+    params,
     register_rows,
     scalars,
     scales,
@@ -140,7 +141,7 @@ def _call(body, *static, **kwargs):
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=body.__name__.strip("_"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=params.ORDERED,
         **kwargs,
     )
 

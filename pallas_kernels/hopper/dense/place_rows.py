@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import register_rows, scalars, support
+from pallas_kernels.hopper.common import params, register_rows, scalars, support
 from pallas_kernels.hopper.common.dependent_launch import await_previous
 from pallas_kernels.hopper.common.support import sm_count
 
@@ -39,9 +39,7 @@ def place_rows(
         grid=(min(y_ref.shape[0], 4 * sm_count()),),
         grid_names=("block",),
         kernel_name="place_rows",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     kernel(*in_place.barrier((count, rows, y_rows, residual)), y_ref)
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import register_rows, support
+from pallas_kernels.hopper.common import params, register_rows, support
 
 _RESIDENT = {1: 5, 2: 3}  # blocks that an SM's registers hold, by accesses to a row; else 2
 
@@ -55,9 +55,7 @@ def norm_grads(
         grid=(blocks,),
         grid_names=("block",),
         kernel_name="norm_grads",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     dx, of_scale = kernel(x, of_normed, of_x, jnp.pad(scale, (0, width - d)))
     return dx, of_scale.sum(axis=0)[:d]

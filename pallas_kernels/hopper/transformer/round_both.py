@@ -23,7 +23,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
-from pallas_kernels.hopper.common import eight_bits, simt, support
+from pallas_kernels.hopper.common import eight_bits, params, simt, support
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -76,9 +76,7 @@ def round_both(
         grid=(m // TILE, len(parts)),
         grid_names=("tile", "part"),
         kernel_name="round_both",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     return kernel(parts, inverse.reshape(1), angles)
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common import params, simt
 from pallas_kernels.hopper.common.lanes import ptx
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
@@ -40,9 +40,7 @@ def transposed(matrix: jax.Array) -> jax.Array:
         grid=(pl.cdiv(m, _ROWS) * pl.cdiv(n, _COLUMNS),),
         grid_names=("block",),
         kernel_name="transposed",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     return kernel(matrix)
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import quantised
-from pallas_kernels.hopper.common import lists, register_rows, scalars, simt, support
+from pallas_kernels.hopper.common import lists, params, register_rows, scalars, simt, support
 from pallas_kernels.hopper.common.dependent_launch import launch_next
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.layouts import twell
@@ -151,9 +151,7 @@ def fused_ffn(
         num_threads=rows,
         thread_name="warpgroup",
         kernel_name="fused_ffn",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     # To XLA the counters are a constant; see `gathered_matmul`. A number besides zeros keeps
     # XLA from filling them in for each call, by a kernel.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import copies, engine
+from pallas_kernels.hopper.common import copies, engine, params
 from pallas_kernels.hopper.common.dependent_launch import launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, tiled
@@ -111,9 +111,8 @@ def gathered_matmul(
         thread_name="warpgroup",
         kernel_name=name,
         # Only `Buffers.write` stores tiles to SMEM, and it has the barriers that it needs.
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
+        compiler_params=dataclasses.replace(
+            params.UNORDERED,
             reduction_scratch_bytes=0,  # sums over columns need none
         ),
     )

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import copies, engine, simt
+from pallas_kernels.hopper.common import copies, engine, params, simt
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -62,7 +62,7 @@ def zeros(lists: NeuronLists, n: int, dtype: jax.typing.DTypeLike) -> list[jax.A
         grid=(sm_count(),),
         grid_names=("sm",),
         kernel_name="no_entries",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=params.ORDERED,
     )(lists.starts, lists.lengths)
 
 

@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import lanes, simt, support
+from pallas_kernels.hopper.common import lanes, params, simt, support
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -27,10 +27,6 @@ _WARPS = 4
 _ROUNDS = 4  # words of 32 tokens that a lane of `_count` takes at a time
 _BLOCK_WORDS = 32 * _WARPS  # that a thread block of `_fill` takes
 _SCRATCH_WORDS = _ROUNDS * _WARPS
-
-_PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-)
 
 
 def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists, jax.Array]:
@@ -65,7 +61,7 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
         grid=(groups,),
         grid_names=("group",),
         kernel_name="count_lists",
-        compiler_params=_PARAMS,
+        compiler_params=params.UNORDERED,
     )
     counted = in_place.barrier(count(in_place.barrier(counts)))
     fill = plgpu.kernel(
@@ -80,7 +76,7 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
         grid=(groups, pl.cdiv(padded_m // 32, _BLOCK_WORDS)),
         grid_names=("group", "part"),
         kernel_name="neuron_lists",
-        compiler_params=_PARAMS,
+        compiler_params=params.UNORDERED,
     )
     return NeuronLists(*in_place.barrier(fill(*counted))), counted[1]
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
-from pallas_kernels.hopper.common import lanes, scalars, simt
+from pallas_kernels.hopper.common import lanes, params, scalars, simt
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import INT32, SCALAR
 from pallas_kernels.hopper.common.simt import const
@@ -62,9 +62,7 @@ def tile_stats(
         grid=(tiles,),
         grid_names=("tile",),
         kernel_name="tile_stats",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     return kernel(masks, counts)
 

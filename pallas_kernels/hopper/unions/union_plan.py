@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import lists, register_rows, support, warpgroup
+from pallas_kernels.hopper.common import lists, params, register_rows, support, warpgroup
 from pallas_kernels.hopper.unions import tile_stats
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
@@ -107,9 +107,7 @@ def union_plan(
         grid=(tiles,),
         grid_names=("tile",),
         kernel_name="union_plan",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     plan, heavy, needs = in_place.barrier(kernel(_Operands(masks, stats, bits, x, gate_ref)))
     return plan, nnz[:m], heavy, needs

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common import params
 from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import TILED, tiled
@@ -145,9 +146,7 @@ def _launch(
         num_threads=3,
         thread_name="wg",
         kernel_name="decode_step",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=params.UNORDERED,
     )
     x, *in_front_of_norm = call(*flat)
     if is_centred:
