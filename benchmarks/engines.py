@@ -97,8 +97,9 @@ def products(of_back_end: Engine, m: int, d: int, h: int) -> Iterator[dict[str, 
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w^T` by the kernel of the gates, with an epilogue that stores the tile."""
+    """`x @ w^T` by the kernel of the gates, with an epilogue that stores whole tiles."""
     schedule = matmul.Schedule()
+    assert len(x) % matmul.BLOCK_ROWS == 0 and len(w) % schedule.columns == 0
 
     def store(acc, slab, tile, out):
         _store_tile(acc, out, slab * ACC_ROWS, tile * schedule.columns)

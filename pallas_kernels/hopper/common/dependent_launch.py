@@ -1,6 +1,8 @@
 """Kernels that start before the ones ahead of them have ended (programmatic dependent launch).
 
-GPUs without TMA have none of this: there kernels run one after the other.
+GPUs without TMA have none of this: there kernels run one after the other. The engine decides so
+when these functions are traced. As JAX keeps what it has traced of a function, `pl.when` must not
+get one of them, but a new function that calls it.
 """
 
 from jax.experimental.mosaic import gpu as mgpu

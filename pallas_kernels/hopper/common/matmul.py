@@ -292,6 +292,7 @@ def _copy_ahead(blocks, ring, warpgroup, load):
     """Without TMA: starts this warpgroup's copies for the first steps. Returns a function that goes
     on with those some steps behind a step, and hands those over that end in front of the next."""
     ahead = blocks.stages - 1
+    assert ahead > 0  # K has two stages at least
 
     def start(step):
         @pl.when(step < blocks.all_steps)

@@ -145,7 +145,7 @@ def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifi
             # Thread blocks with many active gates let the next kernel start later: it would put two
             # on each SM that is free first, and read w_down through half of the SMs.
             has_many = active_gates.has(most, votes.MANY)
-            pl.when(~has_many)(launch_next)
+            pl.when(~has_many)(lambda: launch_next())
 
             up = dataclasses.replace(product, matrices=ups, is_early=None)
             dense = _DenseTile(up, rows[-1].at[number], numbers.at[0], has_many)
@@ -250,7 +250,7 @@ class _DenseTile(NamedTuple):
         """Waits for the votes of the others, multiplies if all are for it, and calls `store` with
         the 16 columns of `up`."""
         has_many, do_agree = self.has_many, votes.do_agree(self.votes)
-        pl.when(~do_agree)(launch_next)
+        pl.when(~do_agree)(lambda: launch_next())
         pl.when(has_many & ~do_agree)(functools.partial(self.up.drop, _AHEAD))
         pl.when(do_agree & ~has_many)(functools.partial(self.up.fetch, _AHEAD))
         pl.when(do_agree)(functools.partial(self._multiply, store))

@@ -158,7 +158,7 @@ def _hidden_kernel(
     _for_each(few * (len(hidden) // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (len(hidden) // _BLOCK), sm, sms, work.block)
     if pending:  # this kernel must not end before the one in front of it
-        pl.when(sm == sms - 1)(await_previous)
+        pl.when(sm == sms - 1)(lambda: await_previous())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
 from tests.devices import abstract_gpu
 from tests.equations import kernel_calls
-from tests.launches import launches
+from tests.launches import launches, modules
 from tests.pallas_kernels.eight_bits import scaled
 from tests.pallas_kernels.hopper.decode import test_few_tokens as few
 from tests.pallas_kernels.hopper.decode import test_interpreted as decode
@@ -175,6 +175,22 @@ def test_without_tma_kernels_need_nothing_of_hopper(
     if arch < (9, 0):  # else barriers of Pallas have such fences
         assert "cluster" not in text and "fence.proxy" not in text
     assert max(launch.smem for launch in launches(text).values()) <= SHARED_BYTES
+
+
+def test_no_engine_decides_for_another(monkeypatch):
+    """JAX keeps what it has traced of a function."""
+    monkeypatch.setattr(utils, "_infer_arch", lambda: (9, 0))
+    w = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    waits = {}
+    for kernels in AMPERE, HOPPER, AMPERE, MMA:
+        call = jax.jit(functools.partial(forward, kernels, "twell"))
+        with jax.sharding.use_abstract_mesh(abstract_gpu(shape=(1,), axes=("x",))):
+            traced = call.trace(jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), Weights(w, w, w))
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        found = {name: text.count(b"griddepcontrol.wait") for name, text in modules(text).items()}
+        assert waits.setdefault(kernels.name, found) == found
+    assert waits["MMA"] == waits["Hopper"] and waits["Hopper"]["hidden_kernel"] == 1
+    assert not any(waits["Ampere"].values())
 
 
 def forward(kernels, algorithm, x, weights):
