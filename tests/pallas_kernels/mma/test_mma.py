@@ -62,8 +62,8 @@ def test_gate_pack_interpreted(kernels, interpreted):
 @pytest.mark.parametrize("gated", [True, False])
 @by_both
 def test_unions_interpreted(kernels, gated, interpreted):
-    operands, g = ffn.draw(300, 192, 256, 0.05, gated, jnp.bfloat16)
-    with interpreted():
+    operands, g = ffn.draw(270, 192, 128, 0.05, gated, jnp.bfloat16)
+    with interpreted(sms=2):
         ffn.assert_matches(ffn.run(kernels.union_up, kernels.union_down, *operands), g, *operands)
 
 
