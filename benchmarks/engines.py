@@ -130,11 +130,10 @@ def _store_tile(acc, out, first_row, first_column) -> None:
             for register in acc.registers.flat
         ]
         for half in (0, 1):  # a lane's upper and lower row
-            pairs, own = registers[half::2], arith.addi(row, const(8 * half))
+            own = arith.addi(row, const(8 * half))
             address, _ = simt.element_address(out, own, column, jnp.dtype(DTYPE).itemsize)
-            for j in range(0, len(pairs), 4):
-                words = lanes.quad_transpose(pairs[j : j + 4], quad_lane)
-                simt.store_chunk(address, 16 * j, words, mgpu.c(1, ir.IntegerType.get_signless(1)))
+            always = mgpu.c(1, ir.IntegerType.get_signless(1))
+            lanes.store_row(address, registers[half::2], quad_lane, always)
 
     step(acc, out, first_row, first_column)
 

@@ -31,7 +31,7 @@ union_down = by(CP_ASYNC, hopper.union_down)
 union_up = by(CP_ASYNC, hopper.union_up)
 weight_grads = by(CP_ASYNC, hopper.weight_grads)
 
-few_tokens_ffn = by(CP_ASYNC, few_tokens.few_tokens_ffn)
+few_tokens_ffn = few_tokens.few_tokens_ffn
 
 decode_layers = reference.decode_layers
 has_room = reference.has_room

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import params
-from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.decode.one_launch import lane, memory, open_lists, products
 from pallas_kernels.hopper.decode.one_launch.block import meet
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARPS
@@ -63,8 +62,6 @@ def down(hidden: jax.Array, masks: jax.Array, w: jax.Array, m: int) -> jax.Array
 
 
 def _down(hidden, masks, w, y, *, smem, together, tiles):
-    launch_next()
-    await_previous()
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     thread = lane.numbers() + LANES * wg
     found = _list(masks, smem, thread, together)

@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import params
-from pallas_kernels.hopper.common.dependent_launch import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.decode.one_launch import (
     activation,
@@ -39,7 +38,7 @@ from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
 
 _WIDE = 4  # words that a lane loads at once
-_MOST_GROUPS = 7  # of a thread block
+_MOST_GROUPS = 7  # of a thread block: what 99 KB hold of 64 tokens
 _HELD_WORDS = 128  # of tokens that a lane keeps in registers, at most
 _ALL_WORDS = 192  # of tokens, sums and rows in registers
 _AHEAD = 4  # stages of rows that are on their way, at most
@@ -151,8 +150,6 @@ class _Block:
 
 
 def _kernel(x, w_gate, w_up, live, masks, gates, *hidden, smem, together, groups, rectifier):
-    launch_next()
-    await_previous()
     first, end = plan.part(lax.axis_index("block"), lax.axis_size("block"), groups)
     block = _Block(x, first, end - first, smem, together, lax.axis_index("wg"), lane.numbers())
     limit = None if live is None else live[0]

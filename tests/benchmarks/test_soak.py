@@ -1,14 +1,13 @@
 """benchmarks.soak: no row is wrong, and each kind of wrong row is found."""
 
 import itertools
-import json
 import os
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import soak, soak_shapes
+from benchmarks import record, soak, soak_shapes
 from benchmarks.pages import TABLES
 from benchmarks.tables import block
 
@@ -105,12 +104,7 @@ def test_the_page_of_shapes_has_a_line_for_each_kind():
     assert "| more than 64 | 1 | 3 | 0 | 0.50 | 100 x 192 x 256 |" in lines
 
 
-def test_a_forced_back_end_is_in_the_records_name(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv(NAME, "")  # and what it was comes back
-    row = {"rows": 3, "wrong": 0}
-    monkeypatch.setattr(soak, "soak", lambda *_: iter([[row | {"by": os.environ[NAME]}]]))
-    monkeypatch.setattr("sys.argv", ["soak", "--back-end", "Ampere", "--out", str(tmp_path)])
-    soak.main()
-    (path,) = tmp_path.glob("soak-ampere-*.json")
-    assert json.loads(path.read_text())["rows"] == [row | {"by": "Ampere"}]
-    assert capsys.readouterr().out.splitlines()[-2:] == ["3 rows, 0 wrong", str(path)]
+def test_a_forced_back_end_is_in_the_records_name(monkeypatch):
+    monkeypatch.setenv(NAME, "Hopper")  # and what it was comes back
+    assert record.force(None, "soak") == "soak" and os.environ[NAME] == "Hopper"
+    assert record.force("Ampere", "soak") == "soak-ampere" and os.environ[NAME] == "Ampere"

@@ -37,7 +37,7 @@ def arrive_without(barrier) -> None:
 
 
 def load(source, index: tuple, target, barrier) -> None:
-    """The producer starts to copy `source[index]` to SMEM; what lies outside of source is zero.
+    """A warpgroup starts to copy `source[index]` to SMEM; what lies outside of source is zero.
 
     Args:
       source: GMEM.

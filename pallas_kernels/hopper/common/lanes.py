@@ -79,7 +79,28 @@ def ptx(code: str, *operands: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx(code, *operands, result_types=i32, has_side_effects=True)
 
 
-def quad_transpose(words: list[ir.Value], quad_lane: ir.Value) -> list[ir.Value]:
+def store_row(address: ir.Value, pairs: list[ir.Value], quad_lane: ir.Value, is_used) -> None:
+    """Stores a quad's row of 16-bit pairs to GMEM if `is_used`.
+
+    The quad transposes its registers so that each lane stores 16 consecutive bytes: stores of 4
+    bytes, which write parts of sectors, cost 0.06 ms (docs/design/0003-gate-matmuls-and-twell.md).
+
+    Args:
+      address: of the first columns of each lane, the first of which is 8 times `quad_lane`.
+      pairs: of the row, which this lane has.
+      quad_lane: the lane in its quad, i32.
+      is_used: i1.
+    """
+    for j in range(0, len(pairs), 4):
+        mgpu.utils.inline_ptx(
+            f"st.global.v4.b32 [$0 + {16 * j}], {{$1, $2, $3, $4}};",
+            address,
+            *_quad_transpose(pairs[j : j + 4], quad_lane),
+            predicate=is_used,
+        )
+
+
+def _quad_transpose(words: list[ir.Value], quad_lane: ir.Value) -> list[ir.Value]:
     """Transposes the quad's 4 x 4 words: word i of lane p becomes word p of lane i."""
     for distance in (1, 2):
         is_second = nonzero(arith.andi(quad_lane, const(distance)))

@@ -234,7 +234,8 @@ def _kernel(
     load = functools.partial(_load, blocks, ring, a_gmem, bs_gmem)
 
     def consume():
-        _consume(blocks, ring, warpgroup, is_first, finish, load)
+        copied = None if multiplier.has_tma else load
+        _consume(blocks, ring, warpgroup, is_first, finish, copied)
         if limit is not None and leave_out is not None:
             others = dataclasses.replace(blocks, shape=(every[0] - computed, every[1]))
 
@@ -284,6 +285,11 @@ def _produce(blocks, ring, load):
             plgpu.barrier_wait(ring["free"].at[blocks.stage(before + k)])
             load(before + k, block, tile, k)
 
+    _await_all(blocks, ring)
+
+
+def _await_all(blocks, ring):
+    """Waits until all stages have been given back."""
     for s in range(blocks.stages):
         plgpu.barrier_wait(ring["free"].at[s])
 
@@ -303,26 +309,25 @@ def _copy_ahead(blocks, ring, warpgroup, load):
                     functools.partial(load, step, *blocks.of_step(step), half)
                 )
 
-    def end(step):
-        row_copies.await_rows(lag=ahead - 1)
-        plgpu.barrier_arrive(
-            ring["loaded"].at[blocks.stage(step)], predicate=step < blocks.all_steps
-        )
+    def hand_over(step):
+        loaded = ring["loaded"].at[blocks.stage(step)]
+        plgpu.barrier_arrive(loaded, predicate=step < blocks.all_steps)
 
     for step in range(ahead):
         start(jnp.int32(step))
-        if step < ahead - 1:
-            row_copies.commit()
-    end(jnp.int32(0))
+        row_copies.await_rows(lag=ahead - 1)
+    hand_over(jnp.int32(0))
 
     def go_on(step):
         start(step + ahead)
-        end(step + 1)
+        row_copies.await_rows(lag=ahead - 1)
+        hand_over(step + 1)
 
     return go_on
 
 
-def _consume(blocks, ring, warpgroup, is_first, finish, load):
+def _consume(blocks, ring, warpgroup, is_first, finish, load=None):
+    """With `load` the consumers do what a producer would."""
     loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
     blocks.multiplier.set_registers(232, "increase")
     my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
@@ -330,8 +335,7 @@ def _consume(blocks, ring, warpgroup, is_first, finish, load):
 
     for s in range(blocks.stages):
         plgpu.barrier_arrive(free.at[s], predicate=gives_back)
-    has_tma = blocks.multiplier.has_tma
-    copy_ahead = None if has_tma else _copy_ahead(blocks, ring, warpgroup, load)
+    copy_ahead = _copy_ahead(blocks, ring, warpgroup, load) if load else lambda step: None
 
     @blocks.for_each
     def _(block, tile, before):
@@ -340,8 +344,7 @@ def _consume(blocks, ring, warpgroup, is_first, finish, load):
 
         def take(k):
             s = blocks.stage(before + k)
-            if copy_ahead is not None:
-                copy_ahead(before + k)
+            copy_ahead(before + k)
             if blocks.multiplier.staggered:
                 lax.cond(
                     is_first,
@@ -364,9 +367,8 @@ def _consume(blocks, ring, warpgroup, is_first, finish, load):
         finish(acc, CONSUMERS * block + warpgroup, tile)
 
     copies.await_stores(0)
-    if copy_ahead is not None:
-        for s in range(blocks.stages):
-            plgpu.barrier_wait(free.at[s])
+    if load:
+        _await_all(blocks, ring)
 
 
 def _both(one, other):

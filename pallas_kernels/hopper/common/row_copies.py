@@ -140,7 +140,7 @@ def _warp_barrier() -> None:
 
 @primitive
 def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
-    """The producer starts to copy rows of `source_ref` to `target_ref`.
+    """A warpgroup starts to copy rows of `source_ref` to `target_ref`.
 
     Row i of the target is `source[indices[i], column:]`, or zeros if i >= limit; columns past D are
     zeros.
@@ -237,22 +237,6 @@ def _group_and_chunk(rows: int, count: int):
     """Of `count` rows the group of `rows` that this lane copies from, and its chunk of each."""
     width, thread = const(_lane_chunks(rows, count)), simt.thread()
     return arith.divui(thread, width), arith.remui(thread, width)
-
-
-@primitive
-def commit() -> None:
-    """The copies so far, of a step, are what `await_rows` counts as one."""
-
-    @plgpu.inline_mgpu()
-    def step(_):
-        mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
-
-    step()
-
-
-@commit.in_jax
-def _copied() -> None:
-    """The interpreter copies at once."""
 
 
 @primitive

@@ -367,17 +367,6 @@ def _write_mask(ref, upper: ir.Value, lower: ir.Value, lane, warp) -> list[ir.Va
 def _store_row(
     gate_ref, row: ir.Value, quad_lane: ir.Value, pairs: list[ir.Value], is_used
 ) -> None:
-    """Stores the quad's row of `gate_ref` if `is_used`.
-
-    The quad transposes its registers so that each lane stores 16 consecutive bytes: stores of 4
-    bytes, which write parts of sectors, cost 0.06 ms (docs/design/0003-gate-matmuls-and-twell.md).
-    """
+    """Stores the quad's row of `gate_ref` if `is_used`."""
     offset = arith.addi(arith.muli(row, const(2 * 256)), arith.muli(quad_lane, const(16)))
-    address = simt.gmem_address(gate_ref, offset)
-    for j in range(0, len(pairs), 4):
-        mgpu.utils.inline_ptx(
-            f"st.global.v4.b32 [$0 + {16 * j}], {{$1, $2, $3, $4}};",
-            address,
-            *lanes.quad_transpose(pairs[j : j + 4], quad_lane),
-            predicate=is_used,
-        )
+    lanes.store_row(simt.gmem_address(gate_ref, offset), pairs, quad_lane, is_used)
